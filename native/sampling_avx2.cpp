@@ -1,0 +1,2 @@
+#define PF_ISA avx2
+#include "sampling_impl.h"

@@ -1,0 +1,2 @@
+#define PF_ISA avx512
+#include "sampling_impl.h"

@@ -1,0 +1,88 @@
+"""The engine's settings: frozen, typed, checked where they are written.
+
+A setting that is None is decided by :func:`pilotfish.engine.config.resolve` from the model and the machine; the
+resolved settings are logged, each with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pilotfish.errors import ConfigError
+
+__all__ = ["BackendName", "DTypeName", "EngineConfig", "IsaName", "LogprobsMode"]
+
+DTypeName = Literal["bfloat16", "float32"]
+BackendName = Literal["auto", "native", "torch"]
+IsaName = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine.
+
+    Attributes:
+        dtype: of weights, activations and KV cache.
+        backend: ``native`` runs the C++ kernels, ``torch`` the reference ops; ``auto`` prefers native.
+        isa: instruction set of the native kernels; ``auto`` takes the best this CPU has.
+        threads: threads of the kernels. None: the CPUs this process may use.
+        max_model_len: longest prompt + output, in tokens. None: the model's context length.
+        max_num_seqs: most requests that run at once (the number of rows).
+        max_num_batched_tokens: most tokens one step computes; longer prefills are cut into chunks of it.
+        page_size: tokens in a KV page.
+        kv_cache_memory: bytes for KV pages. None: ``kv_cache_fraction`` of the free memory, but no more than
+            ``max_num_seqs`` full contexts can use.
+        kv_cache_fraction: see ``kv_cache_memory``.
+        enable_prefix_caching: keep full pages of finished requests for prompts that begin the same way.
+        logprobs_mode: what ``SamplingParams.logprobs`` reports, named as in vLLM: before (``raw``) or after
+            (``processed``) penalties, bias, temperature and truncation; log-probabilities or logits.
+        seed: of the generator that draws a seed for requests that have none. None: from the system.
+    """
+
+    dtype: DTypeName = "bfloat16"
+    backend: BackendName = "auto"
+    isa: IsaName = "auto"
+    threads: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    kv_cache_memory: int | None = None
+    kv_cache_fraction: float = 0.3
+    enable_prefix_caching: bool = True
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, DTypeName)
+        _check_choice("backend", self.backend, BackendName)
+        _check_choice("isa", self.isa, IsaName)
+        _check_choice("logprobs_mode", self.logprobs_mode, LogprobsMode)
+        _check_at_least("threads", self.threads, 1)
+        _check_at_least("max_model_len", self.max_model_len, 2)
+        _check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_at_least("page_size", self.page_size, 1)
+        _check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        if not 0.0 < self.kv_cache_fraction <= 1.0:
+            raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction}: must be above 0 and at most 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "a step must have room for one token of every running request. Raise the first or lower the second."
+            )
+
+
+def _check_choice(name: str, value: object, literal: object) -> None:
+    allowed = get_args(literal)
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(str, allowed))}")
+
+
+def _check_at_least(name: str, value: object, low: int) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name}={value!r}: must be an integer of at least {low}")

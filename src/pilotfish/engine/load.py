@@ -1,0 +1,131 @@
+"""From a model's name to a running engine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from pilotfish.attention import KVShape
+from pilotfish.attention.reference import ReferenceAttention
+from pilotfish.config import BackendName, EngineConfig
+from pilotfish.engine.config import Machine, num_pages, resolve
+from pilotfish.engine.engine import Engine
+from pilotfish.errors import BackendError
+from pilotfish.kv import PagePool
+from pilotfish.models import Model, build_model, expected_tensors
+from pilotfish.models.checkpoint import Checkpoint, Progress, load_weights, resolve_model
+from pilotfish.ops import Ops
+from pilotfish.ops.reference import TorchOps
+from pilotfish.runner import BatchBuilder, EagerRunner, Runner
+from pilotfish.speculation import NoProposer
+
+__all__ = ["load_engine"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_engine(
+    model: str, config: EngineConfig | None = None, *, use_cache: bool = True, progress: Progress | None = None
+) -> Engine:
+    """Load a model and build an engine around it.
+
+    Args:
+        model: a folder, a ``.gguf`` file, a built-in name or a Hugging Face id: see
+            :func:`pilotfish.models.checkpoint.resolve_model`.
+        config: settings; None takes the defaults.
+        use_cache: keep the converted copy of a GGUF file for the next time.
+        progress: told what is being done and how far it is.
+
+    Raises:
+        CheckpointError: the model cannot be found, read or run.
+        ConfigError: settings that model or machine cannot meet.
+        BackendError: the backend asked for does not run here.
+    """
+    config = config or EngineConfig()
+    checkpoint = resolve_model(model, dtype=config.dtype, cache=use_cache, progress=progress)
+    try:
+        return _build_engine(checkpoint, config, progress)
+    finally:
+        checkpoint.close()
+
+
+def _build_engine(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None) -> Engine:
+    model_config = checkpoint.config
+    kv = KVShape(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        num_q_heads=model_config.num_q_heads,
+        head_dim=model_config.head_dim,
+        page_size=config.page_size,
+        dtype=checkpoint.dtype,
+    )
+    machine = Machine.detect()
+    config = replace(config, backend=_choose_backend(config), threads=config.threads or machine.num_cpus)
+    ops = _make_ops(config, checkpoint.dtype)
+    weights = load_weights(checkpoint, expected_tensors(model_config))
+    if progress is not None:
+        progress("packing weights", 0.0)
+    model = build_model(model_config, weights, ops, config.max_model_len)
+    if progress is not None:
+        progress("packing weights", 1.0)
+    # After the weights, so that what is free is free for pages.
+    config = resolve(config, kv, model_config.max_position_embeddings, Machine.detect())
+    pool = PagePool(num_pages(config, kv), config.page_size, enable_prefix_caching=config.enable_prefix_caching)
+    return Engine(
+        config=config,
+        model_config=model_config,
+        tokenizer=checkpoint.load_tokenizer(),
+        runner=_make_runner(config, model, ops, kv, pool.num_pages),
+        pool=pool,
+        proposer=NoProposer(),
+    )
+
+
+def _choose_backend(config: EngineConfig) -> BackendName:
+    """The backend for ``auto``: native where this machine runs it.
+
+    Raises:
+        BackendError: native was asked for and does not run here.
+    """
+    if config.backend == "torch":
+        return "torch"
+    try:
+        from pilotfish import _native
+    except ImportError as error:
+        reason = f"its extension module cannot be imported ({error}). Reinstall pilotfish with a C++20 compiler"
+    else:
+        if _native.supported_isas():
+            return "native"
+        reason = "its kernels need a CPU with AVX2 at least"
+    if config.backend == "native":
+        raise BackendError(f"backend='native' does not run here: {reason}, or use backend='torch'.")
+    logger.warning("backend=torch, which is slow: native does not run here, %s.", reason)
+    return "torch"
+
+
+def _make_ops(config: EngineConfig, dtype: torch.dtype) -> Ops:
+    assert config.threads is not None
+    if config.backend == "torch":
+        torch.set_num_threads(config.threads)
+        return TorchOps(dtype)
+    from pilotfish import _native
+    from pilotfish.ops.native import NativeOps
+
+    return NativeOps(dtype, _native.Team(config.threads), config.isa)
+
+
+def _make_runner(config: EngineConfig, model: Model, ops: Ops, kv: KVShape, num_pages: int) -> Runner:
+    assert config.max_model_len is not None
+    limits = {"max_tokens": config.max_num_batched_tokens, "max_seqs": config.max_num_seqs}
+    builder = BatchBuilder(**limits, max_model_len=config.max_model_len, page_size=config.page_size)
+    if config.backend == "torch":
+        return EagerRunner(model, ops, ReferenceAttention(kv, num_pages), builder)
+    from pilotfish.attention.native import NativeAttention
+    from pilotfish.ops.native import NativeOps
+    from pilotfish.runner.recorded import RecordedRunner
+
+    assert isinstance(ops, NativeOps)
+    attention = NativeAttention(ops, kv, num_pages, **limits, max_kv_len=config.max_model_len)
+    return RecordedRunner(model, ops, attention, builder, max_logits=config.max_num_seqs)

@@ -1,0 +1,119 @@
+"""A request inside the engine, and its completions: where tokens become text and where they end.
+
+All endings are decided here, token by token, so that tokens, text, logprobs and statistics end at the same place
+however many tokens a step brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pilotfish.engine.scheduler import Row
+from pilotfish.sampling import SamplerState
+from pilotfish.text import Detokenizer, StopStringMatcher, Tokenizer
+from pilotfish.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
+
+__all__ = ["Completion", "Request"]
+
+
+@dataclass(eq=False, slots=True)
+class Completion:
+    """One of a request's ``n`` completions.
+
+    Attributes:
+        request: the request it belongs to.
+        row: its sequence in the scheduler.
+        sampler: its sampling parameters, noise and token history.
+        max_tokens: most output tokens, by the request or by the context's end.
+        stop_token_ids: tokens that end it, EOS included unless ignored.
+        eos_token_ids: the EOS ones among them.
+    """
+
+    request: Request
+    row: Row
+    sampler: SamplerState
+    output: CompletionOutput
+    tokenizer: Tokenizer
+    detokenizer: Detokenizer
+    stop_strings: StopStringMatcher
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    eos_token_ids: frozenset[int]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    @property
+    def _searches(self) -> bool:
+        """Whether a stop string may end here. As in vLLM, not within the text of the first ``min_tokens`` tokens."""
+        min_tokens = self.request.params.min_tokens
+        return min_tokens == 0 or len(self.output.token_ids) > min_tokens
+
+    def append(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None] | None) -> int:
+        """Take the tokens of one step in order, up to the first that ends the completion.
+
+        Args:
+            token_ids: the tokens.
+            logprobs: of each token, for a completion that asked for them; may be longer than ``token_ids``.
+
+        Returns:
+            How many were taken.
+        """
+        for count, token_id in enumerate(token_ids, start=1):
+            if self.output.logprobs is not None:
+                entry = logprobs[count - 1] if logprobs is not None else None
+                assert entry is not None
+                self.output.logprobs.append(self._with_text(entry))
+            self._append_one(token_id)
+            if self.is_finished:
+                return count
+        return len(token_ids)
+
+    def _with_text(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
+        text = self.tokenizer.token_text
+        return {token: Logprob(item.logprob, item.rank, text(token)) for token, item in entry.items()}
+
+    def _append_one(self, token_id: int) -> None:
+        params, output = self.request.params, self.output
+        self.row.token_ids.append(token_id)
+        self.sampler.commit([token_id])
+        output.token_ids.append(token_id)
+        num_tokens = len(output.token_ids)
+
+        if token_id in self.stop_token_ids and num_tokens >= params.min_tokens:
+            text = self.detokenizer.push([token_id]) if params.include_stop_str_in_output else ""
+            self._finish("stop", None if token_id in self.eos_token_ids else token_id, text)
+            return
+        text = self.detokenizer.push([token_id])
+        text, matched = self.stop_strings.push(text, search=self._searches)
+        if matched is not None:
+            output.finish_reason, output.stop_reason = "stop", matched
+        output.text += text
+        if num_tokens >= self.max_tokens and not self.is_finished:
+            self._finish("length", None, "")
+
+    def _finish(self, reason: FinishReason, stop_reason: int | str | None, text: str) -> None:
+        """End here, and give out the text that was held back for a character or a stop string to complete."""
+        output = self.output
+        output.finish_reason, output.stop_reason = reason, stop_reason
+        text, matched = self.stop_strings.push(text + self.detokenizer.flush(), search=self._searches)
+        if matched is not None:
+            output.finish_reason, output.stop_reason = "stop", matched
+        else:
+            text += self.stop_strings.flush()
+        output.text += text
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request under way. Completion 0 computes the prompt; the others start when its pages can be shared."""
+
+    params: SamplingParams
+    output: RequestOutput
+    completions: list[Completion] = field(default_factory=list)
+
+    @property
+    def is_finished(self) -> bool:
+        return all(completion.is_finished for completion in self.completions)

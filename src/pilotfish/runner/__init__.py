@@ -1,0 +1,6 @@
+"""From scheduled sequences to logits: batch assembly, attention plan, model forward, choice of rows."""
+
+from pilotfish.runner.batch import BatchBuilder, Segment
+from pilotfish.runner.runner import EagerRunner, Runner
+
+__all__ = ["BatchBuilder", "EagerRunner", "Runner", "Segment"]

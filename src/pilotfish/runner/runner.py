@@ -1,0 +1,48 @@
+"""The runner: scheduled sequences in, logits of their chosen rows out. Device only; it knows no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pilotfish.attention import AttentionBackend
+from pilotfish.models import Model
+from pilotfish.ops import Ops
+from pilotfish.runner.batch import BatchBuilder, Segment
+
+__all__ = ["EagerRunner", "Runner"]
+
+
+class Runner(Protocol):
+    """Runs one model's forward passes."""
+
+    @property
+    def ops(self) -> Ops:
+        """What the sampler computes with."""
+        ...
+
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        """Compute the segments' tokens, write their KV, and return float32 [R, V] logits of the rows asked for.
+
+        The result may be overwritten by the next call.
+        """
+        ...
+
+
+class EagerRunner:
+    """Calls the model op by op."""
+
+    def __init__(self, model: Model, ops: Ops, attention: AttentionBackend, builder: BatchBuilder) -> None:
+        self.ops = ops
+        self._model = model
+        self._attention = attention
+        self._builder = builder
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment]) -> Tensor:
+        built = self._builder.build(segments)
+        hidden = self._model.forward(built.batch, self._attention.plan(built.batch))
+        return self._model.logits(self.ops.gather_rows(hidden, built.logits_rows))

@@ -1,0 +1,255 @@
+"""What a user hands in and gets back: sampling parameters and request outputs.
+
+Names and shapes follow vLLM's, so that code written for it reads the same here. Nothing in this module imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pilotfish.errors import RequestError
+
+__all__ = [
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "RequestOutput",
+    "RequestStats",
+    "SamplingParams",
+]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+MAX_LOGPROBS = 100
+"""Most alternatives per position that ``SamplingParams.logprobs`` may ask for."""
+
+MAX_N = 64
+"""Most completions that one request may ask for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. The order of processing is the order of the fields below it says so.
+
+    Logits of a position are processed in this order: ``min_tokens`` mask, ``logit_bias``, penalties, ``temperature``,
+    ``min_p``, ``top_k``, ``top_p``; then one token is drawn.
+
+    Attributes:
+        n: completions per prompt. Each has its own noise, derived from the seed and its index.
+        temperature: 0 means greedy. Otherwise logits are divided by it.
+        top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this. 1 keeps all.
+        top_k: keep this many most likely tokens. 0 (or -1) keeps all.
+        min_p: drop tokens less likely than this fraction of the most likely token's probability. 0 keeps all.
+        presence_penalty: subtracted once from the logit of every token already in the output, in [-2, 2].
+        frequency_penalty: subtracted for every occurrence in the output, in [-2, 2].
+        repetition_penalty: logits of tokens in prompt or output are divided by it if positive, multiplied if negative.
+        logit_bias: token id -> value added to its logit, in [-100, 100].
+        min_tokens: no EOS and no stop token before this many tokens are out.
+        max_tokens: at most this many tokens. None: up to the end of the context.
+        stop: strings that end the output; the text ends before the string.
+        stop_token_ids: token ids that end the output, as EOS does.
+        include_stop_str_in_output: keep the matched stop string at the end of the text.
+        ignore_eos: EOS does not end the output (``stop_token_ids`` still do).
+        seed: makes the output reproducible, whatever else runs beside it. None: the engine draws one.
+        logprobs: return the log-probability of each token and of this many most likely ones. None: none.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, MAX_N)
+        _check_float("temperature", self.temperature, low=0.0, hint="0 is greedy")
+        _check_float("top_p", self.top_p, low=0.0, high=1.0, low_open=True, hint="1 keeps every token")
+        _check_int("top_k", self.top_k, -1, None, hint="0 or -1 keeps every token")
+        _check_float("min_p", self.min_p, low=0.0, high=1.0, hint="0 keeps every token")
+        _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True, hint="1 changes nothing")
+        _check_logit_bias(self.logit_bias)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None, hint="None runs to the end of the context")
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_stop(self.stop)
+        _check_stop_token_ids(self.stop_token_ids)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r}: must be true or false", name)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple, whatever form it was given in."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None, hint: str = "") -> None:
+    allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    if not ok:
+        raise RequestError(f"{name}={value!r}: must be {allowed}" + (f" ({hint})" if hint else ""), name)
+
+
+def _check_float(
+    name: str,
+    value: object,
+    *,
+    low: float,
+    high: float | None = None,
+    low_open: bool = False,
+    hint: str = "",
+) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if ok:
+        assert isinstance(value, (int, float))
+        ok = (value > low if low_open else value >= low) and (high is None or value <= high)
+    if not ok:
+        bound = f"above {low:g}" if low_open else f"at least {low:g}"
+        bound += "" if high is None else f" and at most {high:g}"
+        raise RequestError(f"{name}={value!r}: must be a finite number {bound}" + (f" ({hint})" if hint else ""), name)
+
+
+def _check_logit_bias(bias: object) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias={bias!r}: must map token ids to numbers from -100 to 100", "logit_bias")
+    for token_id, value in bias.items():
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise RequestError(
+                f"logit_bias has the key {token_id!r}: keys must be token ids (integers >= 0)", "logit_bias"
+            )
+        _check_float(f"logit_bias[{token_id}]", value, low=-100.0, high=100.0)
+
+
+def _check_stop(stop: object) -> None:
+    if stop is None or (isinstance(stop, str) and stop):
+        return
+    if isinstance(stop, Sequence) and not isinstance(stop, (str, bytes)):
+        bad = [s for s in stop if not isinstance(s, str) or not s]
+        if not bad:
+            return
+        raise RequestError(f"stop has the entry {bad[0]!r}: every stop must be a string that is not empty", "stop")
+    raise RequestError(f"stop={stop!r}: must be a string that is not empty, or a list of such strings", "stop")
+
+
+def _check_stop_token_ids(ids: object) -> None:
+    if ids is None:
+        return
+    if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
+        raise RequestError(f"stop_token_ids={ids!r}: must be a list of token ids", "stop_token_ids")
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise RequestError(f"stop_token_ids has the entry {token_id!r}: must be an integer >= 0", "stop_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability (or logit, by ``logprobs_mode``) at one position.
+
+    ``rank`` counts from 1 (the most likely token); ``decoded_token`` is the token's own text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Timings of one request, in seconds on the monotonic clock unless the name says otherwise.
+
+    Attributes:
+        arrival_time: when the engine accepted the request.
+        first_scheduled_time: when its first prompt token was scheduled.
+        first_token_time: when its first token was chosen.
+        last_token_time: when its last token was chosen.
+        token_times: when each token of completion 0 was chosen.
+        num_cached_tokens: prompt tokens found in the prefix cache (of the last prefill).
+        num_steps: engine steps that gave this request at least one token.
+        num_preemptions: how often it lost its pages and was computed again.
+    """
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    token_times: list[float] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """Time to the first token from arrival, in milliseconds."""
+        if self.first_token_time is None:
+            return None
+        return (self.first_token_time - self.arrival_time) * 1e3
+
+    @property
+    def itl_ms_p50(self) -> float | None:
+        """Median time between tokens, in milliseconds; None below two tokens."""
+        gaps = sorted(b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False))
+        return gaps[len(gaps) // 2] * 1e3 if gaps else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed: tokens after the first over the time since the first; None below two tokens."""
+        if len(self.token_times) < 2:
+            return None
+        elapsed = self.token_times[-1] - self.token_times[0]
+        return (len(self.token_times) - 1) / elapsed if elapsed > 0 else None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. ``logprobs[i]`` maps token ids to :class:`Logprob` for ``token_ids[i]``.
+
+    ``finish_reason`` is None while the completion runs. ``stop_reason`` is the stop string or stop token id that ended
+    it, None for EOS and for ``length``.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its completions; ``error`` is set when the request could not be served."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    stats: RequestStats
+    finished: bool = False
+    error: RequestError | None = None
