@@ -76,8 +76,7 @@ struct ThreadMemory {
         };
         report = reinterpret_cast<Report*>(take(sizeof(Report)));
         scratch.q = floats(static_cast<std::int64_t>(kBlockRows) * d_pad);
-        scratch.scores = floats(2 * kTileRows * kScoreStride);
-        scratch.weights = floats(kTileRows * kWeightStride);
+        scratch.scores = floats(kTileRows * kScoreStride);
         scratch.clean_values = floats(static_cast<std::int64_t>(kGroup) * d_pad);
         scratch.fresh = partial();
         scratch.running = partial();

@@ -74,7 +74,7 @@ struct AmxMath {
     }
 
     static void values(const Bf16* weights, int, int d_pad, const T* const* v, int groups, float* out) {
-        const int v_bytes = d_pad * 4, out_bytes = d_pad * 4, weight_bytes = kWeightStride * 2;
+        const int v_bytes = d_pad * 4, out_bytes = d_pad * 4, weight_bytes = kScoreStride * 4;
         int d = 0;
         for (; d + 64 <= d_pad; d += 64) {
             _tile_zero(0);

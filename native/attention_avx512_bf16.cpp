@@ -68,7 +68,7 @@ struct DotMath {
                     for (int j = 0; j < 2; ++j) {
                         const __m512i pairs = load_int(v[g] + t * d_pad + (d + j * kWidth) * 2);
                         for (int r = 0; r < kRows; ++r) {
-                            sums[r][j] = dot(sums[r][j], pairs, weights + r * kWeightStride + g * kGroup + t);
+                            sums[r][j] = dot(sums[r][j], pairs, weights + r * 2 * kScoreStride + g * kGroup + t);
                         }
                     }
                 }
@@ -82,7 +82,7 @@ struct DotMath {
 
     static void values(const Bf16* weights, int rows, int d_pad, const T* const* v, int groups, float* out) {
         for (int r = 0; r < rows;
-             r += kRowsAtOnce, weights += kRowsAtOnce * kWeightStride, out += kRowsAtOnce * d_pad) {
+             r += kRowsAtOnce, weights += kRowsAtOnce * 2 * kScoreStride, out += kRowsAtOnce * d_pad) {
             switch (rows - r) {
                 case 1: value_rows<1>(weights, d_pad, v, groups, out); break;
                 case 2: value_rows<2>(weights, d_pad, v, groups, out); break;

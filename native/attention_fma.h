@@ -98,13 +98,13 @@ struct FmaMath {
                         const VecI pairs = load_int(values + j * 2 * kWidth);
                         const Vec first = pair_first(pairs), second = pair_second(pairs);
                         for (int r = 0; r < kRows; ++r) {
-                            sums[r][j] = fma(set1(w[r * kWeightStride]), first, sums[r][j]);
-                            sums[r][j] = fma(set1(w[r * kWeightStride + 1]), second, sums[r][j]);
+                            sums[r][j] = fma(set1(w[r * kScoreStride]), first, sums[r][j]);
+                            sums[r][j] = fma(set1(w[r * kScoreStride + 1]), second, sums[r][j]);
                         }
                     } else {
                         const Vec value = load(values + j * kWidth);
                         for (int r = 0; r < kRows; ++r) {
-                            sums[r][j] = fma(set1(w[r * kWeightStride]), value, sums[r][j]);
+                            sums[r][j] = fma(set1(w[r * kScoreStride]), value, sums[r][j]);
                         }
                     }
                 }
@@ -123,7 +123,7 @@ struct FmaMath {
 
     static void values(const float* weights, int rows, int d_pad, const T* const* v, int groups, float* out) {
         for (int r = 0; r < rows;
-             r += kRowsAtOnce, weights += kRowsAtOnce * kWeightStride, out += kRowsAtOnce * d_pad) {
+             r += kRowsAtOnce, weights += kRowsAtOnce * kScoreStride, out += kRowsAtOnce * d_pad) {
             switch (rows - r) {
                 case 1: value_rows<1>(weights, d_pad, v, groups, out); break;
                 case 2: value_rows<2>(weights, d_pad, v, groups, out); break;

@@ -128,24 +128,30 @@ PF_INLINE float mask_and_maximum(const Visible& visible, int first_token, int gr
     return reduce_max(max(highest, other));
 }
 
-// Weights exp2(score * scale - maximum) of a row; returns their sum. Where nothing is visible, -inf - -inf is NaN, whose
-// exp2_or_zero is 0.
+// Turns a row's scores into weights exp2(score * scale - maximum), in place to spare the cache; returns their sum.
+// Where nothing is visible, -inf - -inf is NaN, whose exp2_or_zero is 0.
 template <class Math>
-PF_INLINE float weigh_scores(const float* scores, int groups, float scale, float maximum, typename Math::W* weights) {
+PF_INLINE float weigh(float* scores, int groups, float scale, float maximum) {
+    auto* weights = reinterpret_cast<typename Math::W*>(scores);
     const Vec factor = set1(scale), offset = set1(maximum);
     const auto weight = [&](int i) __attribute__((always_inline)) {
-        const Vec p = exp2_or_zero(fms(load(scores + i), factor, offset));
-        Math::store_weights(weights + i, p);
-        return p;
+        return exp2_or_zero(fms(load(scores + i), factor, offset));
     };
     const int tokens = groups * kGroup;
     Vec even = zero(), odd = zero();  // two sums, because one would wait for its own last addition
     int i = 0;
     for (; i + 2 * kWidth <= tokens; i += 2 * kWidth) {
-        even = add(even, weight(i));
-        odd = add(odd, weight(i + kWidth));
+        const Vec a = weight(i), b = weight(i + kWidth);
+        Math::store_weights(weights + i, a);
+        Math::store_weights(weights + i + kWidth, b);
+        even = add(even, a);
+        odd = add(odd, b);
     }
-    if (i < tokens) even = add(even, weight(i));
+    if (i < tokens) {
+        const Vec a = weight(i);
+        Math::store_weights(weights + i, a);
+        even = add(even, a);
+    }
     return reduce_sum(add(even, odd));
 }
 
@@ -200,120 +206,72 @@ void pack_queries(const AttentionCall& call, const RowBlock& block, typename Mat
     }
 }
 
-// The walk of one block: tiles of rows inside of chunks.
-//
-// A tile goes through three stages: scores, softmax, weighted values. The next tile's scores are computed piece by piece
-// between the rows of this one's softmax: a matrix unit that pauses for a microsecond takes a third of one to wake up.
+// The walk of one block: chunk by chunk, and tile by tile of its rows.
 template <class Math>
 class Walk {
     using T = typename Math::T;
     using W = typename Math::W;
 
   public:
-    Walk(const AttentionCall& call, const RowBlock& block, int chunk_begin, int chunk_end,
-         const AttentionScratch& scratch)
-        : call_(call), block_(block), scratch_(scratch), d_pad_(call.kv.d_pad), chunk_begin_(chunk_begin),
-          num_tiles_((block.num_rows + kTileRows - 1) / kTileRows), num_steps_((chunk_end - chunk_begin) * num_tiles_) {
+    Walk(const AttentionCall& call, const RowBlock& block, const AttentionScratch& scratch)
+        : call_(call), block_(block), scratch_(scratch) {
+        for (int r = 0; r < block.num_rows; ++r) {
+            visible_[r] = visible_to(call, block, block.first_row + r);
+            const int end = visible_[r].bits ? visible_[r].end : visible_[r].all_before;
+            int& tile_end = ends_[r / kTileRows];
+            if (end > tile_end) tile_end = end;
+        }
     }
 
-    void run() {
+    void run(int chunk_begin, int chunk_end) {
         Math math(smaller(block_.num_rows, kTileRows));
-        for (int t = 0; t < num_tiles_; ++t) see(t);
-        if (num_steps_ > 0) {
-            find(0);
-            score(0, 0, kChunkGroups);
-        }
-        for (int step = 0; step < num_steps_; ++step) {
-            soften(step);
-            weigh(step);
+        const int d_pad = call_.kv.d_pad;
+        for (int c = chunk_begin; c < chunk_end; ++c) {
+            const Chunk<T> chunk = find_chunk(call_, block_, c, static_cast<T*>(scratch_.clean_values));
+            const bool merges = chunk_begin == 0 && c > 0;
+            const Partial out = merges             ? scratch_.fresh
+                                : chunk_begin == 0 ? scratch_.running
+                                                   : scratch_.partial(c - chunk_begin, d_pad);
+            for (int first = 0; first < block_.num_rows; first += kTileRows) {
+                const int rows = smaller(kTileRows, block_.num_rows - first);
+                attend_tile(chunk, first, rows, out);
+                if (merges) merge(scratch_.running, scratch_.fresh, first, rows, d_pad);
+            }
         }
     }
 
   private:
-    int tile_of(int step) const { return step % num_tiles_; }
-    int chunk_of(int step) const { return chunk_begin_ + step / num_tiles_; }
-    int rows_of(int tile) const { return smaller(kTileRows, block_.num_rows - tile * kTileRows); }
-    const Chunk<T>& chunk(int step) const { return chunks_[chunk_of(step) % 2]; }
-    float* scores(int step) const { return scratch_.scores + step % 2 * (kTileRows * kScoreStride); }
-    W* weights() const { return static_cast<W*>(scratch_.weights); }
-    bool merges(int step) const { return chunk_begin_ == 0 && chunk_of(step) > 0; }
-
-    Partial out(int step) const {
-        if (merges(step)) return scratch_.fresh;
-        return chunk_begin_ == 0 ? scratch_.running : scratch_.partial(chunk_of(step) - chunk_begin_, d_pad_);
-    }
-
-    // Groups of the chunk up to the last token that any row of the tile sees.
-    int groups(int step) const {
-        return clamp((ends_[tile_of(step)] - chunk(step).first_token + kGroup - 1) / kGroup, 0, kChunkGroups);
-    }
-
-    void see(int tile) {
-        ends_[tile] = 0;
-        for (int r = tile * kTileRows; r < tile * kTileRows + rows_of(tile); ++r) {
-            visible_[r] = visible_to(call_, block_, block_.first_row + r);
-            const int end = visible_[r].bits ? visible_[r].end : visible_[r].all_before;
-            if (end > ends_[tile]) ends_[tile] = end;
-        }
-    }
-
-    void find(int step) {
-        if (tile_of(step) > 0) return;
-        const int c = chunk_of(step);
-        chunks_[c % 2] = find_chunk(call_, block_, c, static_cast<T*>(scratch_.clean_values));
-    }
-
-    // Scores of the groups [begin, end), where there are so many.
-    void score(int step, int begin, int end) {
-        const int tile = tile_of(step), stop = smaller(end, groups(step));
-        if (begin >= stop) return;
-        const auto* q = static_cast<const typename Math::Q*>(scratch_.q);
-        Math::scores(q + static_cast<std::int64_t>(tile) * kTileRows * d_pad_, rows_of(tile), d_pad_,
-                     chunk(step).k + begin, stop - begin, scores(step) + begin * kGroup);
-    }
-
-    void soften(int step) {
-        const int first = tile_of(step) * kTileRows, count = rows_of(tile_of(step));
-        const int num_groups = groups(step), first_token = chunk(step).first_token;
-        const float scale = call_.scale * kLog2E;
-        const Partial result = out(step);
-        const bool more = step + 1 < num_steps_;
-        if (more) find(step + 1);
+    void attend_tile(const Chunk<T>& chunk, int first, int rows, const Partial& out) {
+        const int d_pad = call_.kv.d_pad;
+        // Up to the last token that any row of the tile sees.
+        const int groups = clamp((ends_[first / kTileRows] - chunk.first_token + kGroup - 1) / kGroup, 0, kChunkGroups);
+        const auto* q = static_cast<const typename Math::Q*>(scratch_.q) + static_cast<std::int64_t>(first) * d_pad;
+        Math::scores(q, rows, d_pad, chunk.k, groups, scratch_.scores);
         // All maxima first, so that a row need not wait for its own to come out of the lanes.
-        for (int r = 0; r < count; ++r) {
-            result.maximum[first + r] = scale * mask_and_maximum(visible_[first + r], first_token, num_groups,
-                                                                 scores(step) + r * kScoreStride);
+        const float scale = call_.scale * kLog2E;
+        for (int r = 0; r < rows; ++r) {
+            out.maximum[first + r] = scale * mask_and_maximum(visible_[first + r], chunk.first_token, groups,
+                                                              scratch_.scores + r * kScoreStride);
         }
-        for (int r = 0, scored = 0; r < count; ++r) {
-            result.sum[first + r] = weigh_scores<Math>(scores(step) + r * kScoreStride, num_groups, scale,
-                                                       result.maximum[first + r], weights() + r * kWeightStride);
-            const int target = r + 1 == count ? kChunkGroups : (r + 1) / 4 * 4;
-            if (more && target > scored) score(step + 1, scored, target);
-            scored = target;
+        for (int r = 0; r < rows; ++r) {
+            out.sum[first + r] = weigh<Math>(scratch_.scores + r * kScoreStride, groups, scale, out.maximum[first + r]);
         }
-    }
-
-    void weigh(int step) {
-        const int first = tile_of(step) * kTileRows, count = rows_of(tile_of(step));
-        float* values = out(step).values + static_cast<std::int64_t>(first) * d_pad_;
-        Math::values(weights(), count, d_pad_, chunk(step).v, groups(step), values);
-        if (merges(step)) merge(scratch_.running, scratch_.fresh, first, count, d_pad_);
+        const auto* weights = reinterpret_cast<const W*>(scratch_.scores);
+        Math::values(weights, rows, d_pad, chunk.v, groups, out.values + static_cast<std::int64_t>(first) * d_pad);
     }
 
     const AttentionCall& call_;
     const RowBlock& block_;
     const AttentionScratch& scratch_;
-    const int d_pad_, chunk_begin_, num_tiles_, num_steps_;
-    Chunk<T> chunks_[2];
     Visible visible_[kBlockRows];
-    int ends_[kBlockRows / kTileRows];
+    int ends_[kBlockRows / kTileRows] = {};
 };
 
 template <class Math>
 void attend(const AttentionCall& call, const RowBlock& block, int chunk_begin, int chunk_end,
             const AttentionScratch& scratch) {
     pack_queries<Math>(call, block, static_cast<typename Math::Q*>(scratch.q));
-    Walk<Math>(call, block, chunk_begin, chunk_end, scratch).run();
+    Walk<Math>(call, block, scratch).run(chunk_begin, chunk_end);
     if (chunk_begin > 0 || chunk_end < block.num_chunks) return;
     finish<typename Math::T>(call, block, scratch.running, 0, block.num_rows);
 }

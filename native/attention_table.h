@@ -18,8 +18,7 @@ inline constexpr int kChunk = 256;           // tokens of one softmax
 inline constexpr int kChunkGroups = kChunk / kGroup;
 inline constexpr int kTileRows = 16;         // rows that a kernel takes at once
 inline constexpr int kBlockRows = 64;        // rows that share the work of finding and fetching a chunk
-inline constexpr int kScoreStride = kChunk + 16;   // floats of a row of scores; off the powers of two for the cache
-inline constexpr int kWeightStride = kChunk + 32;  // the same for a row of softmax weights
+inline constexpr int kScoreStride = kChunk + 16;  // floats of a row of scores; off the powers of two for the cache
 
 struct AttentionCall {
     const Batch& batch;
@@ -50,8 +49,7 @@ struct Partial {
 // One thread's memory.
 struct AttentionScratch {
     void* q;             // [kBlockRows, d_pad], as the instruction set wants it
-    float* scores;       // [2, kTileRows, kScoreStride]: of this tile and of the next one
-    void* weights;       // [kTileRows, kWeightStride]
+    float* scores;       // [kTileRows, kScoreStride], then the weights, each row in its scores' place
     void* clean_values;  // a group of V whose tail is zeroed
     Partial fresh;       // of the chunk in work
     Partial running;     // of the chunks 0, 1, ... so far

@@ -3,43 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from helpers import ISAS, Backend
-from pilotfish.attention import KVShape
 from pilotfish.models import build_model, expected_tensors
 from pilotfish.models.checkpoint import load_weights, resolve_model
+from pilotfish.ops.native import NativeOps
 from pilotfish.runner import BatchBuilder, EagerRunner, Runner, Segment
+from pilotfish.runner.recorded import RecordedRunner
 
 PAGE_SIZE, NUM_PAGES = 16, 24
 
 
 def make_runners(folder: Path, dtype: torch.dtype, isa: str) -> tuple[Runner, Runner]:
-    from pilotfish.attention.native import NativeAttention
-    from pilotfish.ops.native import NativeOps
-    from pilotfish.runner.recorded import RecordedRunner
-
     checkpoint = resolve_model(str(folder), dtype="float32" if dtype == torch.float32 else "bfloat16")
     config = checkpoint.config
-    weights = load_weights(checkpoint, expected_tensors(config))
-    ops = Backend("native", dtype, isa).ops
-    assert isinstance(ops, NativeOps)
-    model = build_model(config, weights, ops)
-    shape = KVShape(
-        config.num_layers, config.num_kv_heads, config.num_q_heads, config.head_dim, PAGE_SIZE, checkpoint.dtype
-    )
+    backend = Backend("native", dtype, isa=isa)
+    model = build_model(config, load_weights(checkpoint, expected_tensors(config)), backend.ops)
 
-    def parts() -> tuple[NativeAttention, BatchBuilder]:
-        attention = NativeAttention(ops, shape, NUM_PAGES, max_tokens=64, max_seqs=4, max_kv_len=128)
-        return attention, BatchBuilder(max_tokens=64, max_seqs=4, max_model_len=128, page_size=PAGE_SIZE)
+    def parts() -> tuple[Any, BatchBuilder]:
+        builder = BatchBuilder(max_tokens=64, max_seqs=4, max_model_len=128, page_size=PAGE_SIZE)
+        return backend.attention(config, NUM_PAGES, PAGE_SIZE), builder
 
-    eager_attention, eager_builder = parts()
-    recorded_attention, recorded_builder = parts()
     return (
-        EagerRunner(model, ops, eager_attention, eager_builder),
-        RecordedRunner(model, ops, recorded_attention, recorded_builder, max_logits=8),
+        EagerRunner(model, backend.ops, *parts()),
+        RecordedRunner(model, cast(NativeOps, backend.ops), *parts(), max_logits=8),
     )
 
 

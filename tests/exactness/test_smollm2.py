@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from pilotfish import LLM, RequestOutput, SamplingParams
@@ -27,8 +25,8 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    yield LLM("smollm2-135m", max_model_len=256, max_num_batched_tokens=128)
+def llm() -> LLM:
+    return LLM("smollm2-135m", max_model_len=256, max_num_batched_tokens=128)
 
 
 @pytest.fixture(scope="module")
