@@ -26,16 +26,22 @@ struct DotMath {
     template <int kRows, int kGroups>
     PF_INLINE void score_block(const Bf16* q, int d_pad, const T* const* k, float* out) {
         Vec sums[kRows][kGroups];
+        PF_UNROLL
         for (int r = 0; r < kRows; ++r) {
+            PF_UNROLL
             for (int j = 0; j < kGroups; ++j) sums[r][j] = zero();
         }
         for (int d = 0; d < d_pad; d += 2) {
+            PF_UNROLL
             for (int j = 0; j < kGroups; ++j) {
                 const __m512i pairs = load_int(k[j] + d * kGroup);
+                PF_UNROLL
                 for (int r = 0; r < kRows; ++r) sums[r][j] = dot(sums[r][j], pairs, q + r * d_pad + d);
             }
         }
+        PF_UNROLL
         for (int r = 0; r < kRows; ++r) {
+            PF_UNROLL
             for (int j = 0; j < kGroups; ++j) store(out + r * kScoreStride + j * kGroup, sums[r][j]);
         }
     }
@@ -62,17 +68,21 @@ struct DotMath {
     static void value_rows(const Bf16* weights, int d_pad, const T* const* v, int groups, float* out) {
         for (int d = 0; d < d_pad; d += 2 * kWidth) {
             Vec sums[kRows][2];
+            PF_UNROLL
             for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = zero();
             for (int g = 0; g < groups; ++g) {
                 for (int t = 0; t < kGroup; t += 2) {
+                    PF_UNROLL
                     for (int j = 0; j < 2; ++j) {
                         const __m512i pairs = load_int(v[g] + t * d_pad + (d + j * kWidth) * 2);
+                        PF_UNROLL
                         for (int r = 0; r < kRows; ++r) {
                             sums[r][j] = dot(sums[r][j], pairs, weights + r * 2 * kScoreStride + g * kGroup + t);
                         }
                     }
                 }
             }
+            PF_UNROLL
             for (int r = 0; r < kRows; ++r) {
                 store(out + r * d_pad + d, sums[r][0]);
                 store(out + r * d_pad + d + kWidth, sums[r][1]);

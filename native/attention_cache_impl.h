@@ -44,7 +44,8 @@ PF_INLINE void write_value(float* page, int d_pad, int token, const float* value
     std::memcpy(page + token * d_pad, value, sizeof(float) * static_cast<std::size_t>(head_dim));
 }
 
-// page: [page_size / 2][d_pad][2]. The pair's other token may be another thread's: only this token's halves are touched.
+// page: [page_size / 2][d_pad][2]. The pair's other token may be another thread's, so only this token's halves are
+// touched.
 PF_INLINE void write_value(Bf16* page, int d_pad, int token, const Bf16* value, int head_dim) {
     Bf16* out = page + token / 2 * 2 * d_pad;
     const int odd = token % 2;

@@ -1,4 +1,5 @@
-// Attention's matrix products by fused multiply-adds in float32: float32 caches, and bfloat16 caches widened on the way.
+// Attention's matrix products by fused multiply-adds in float32: of float32 caches, and of bfloat16 caches, widened
+// on the way.
 #pragma once
 
 #include <type_traits>
@@ -41,26 +42,33 @@ struct FmaMath {
     PF_INLINE void score_block(const float* q, int d_pad, const T* const* k, int vector, float* out) {
         Vec sums[kRows][kVectors];
         const T* keys[kVectors];
+        PF_UNROLL
         for (int j = 0; j < kVectors; ++j) {
             keys[j] = keys_at(k, vector + j);
+            PF_UNROLL
             for (int r = 0; r < kRows; ++r) sums[r][j] = zero();
         }
         for (int d = 0; d < d_pad; d += kPaired ? 2 : 1) {
+            PF_UNROLL
             for (int j = 0; j < kVectors; ++j) {
                 if constexpr (kPaired) {
                     const VecI pairs = load_int(keys[j] + d * kGroup);
                     const Vec first = pair_first(pairs), second = pair_second(pairs);
+                    PF_UNROLL
                     for (int r = 0; r < kRows; ++r) {
                         sums[r][j] = fma(set1(q[r * d_pad + d]), first, sums[r][j]);
                         sums[r][j] = fma(set1(q[r * d_pad + d + 1]), second, sums[r][j]);
                     }
                 } else {
                     const Vec key = load(keys[j] + d * kGroup);
+                    PF_UNROLL
                     for (int r = 0; r < kRows; ++r) sums[r][j] = fma(set1(q[r * d_pad + d]), key, sums[r][j]);
                 }
             }
         }
+        PF_UNROLL
         for (int r = 0; r < kRows; ++r) {
+            PF_UNROLL
             for (int j = 0; j < kVectors; ++j) store(out + r * kScoreStride + (vector + j) * kWidth, sums[r][j]);
         }
     }
@@ -88,21 +96,25 @@ struct FmaMath {
     template <int kRows>
     PF_INLINE void value_block(const float* weights, int d_pad, const T* const* v, int groups, int dim, float* out) {
         Vec sums[kRows][2];
+        PF_UNROLL
         for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = zero();
         for (int g = 0; g < groups; ++g) {
             for (int t = 0; t < kGroup; t += kPaired ? 2 : 1) {
                 const T* values = v[g] + t * d_pad + dim * (kPaired ? 2 : 1);
                 const float* w = weights + g * kGroup + t;
+                PF_UNROLL
                 for (int j = 0; j < 2; ++j) {
                     if constexpr (kPaired) {
                         const VecI pairs = load_int(values + j * 2 * kWidth);
                         const Vec first = pair_first(pairs), second = pair_second(pairs);
+                        PF_UNROLL
                         for (int r = 0; r < kRows; ++r) {
                             sums[r][j] = fma(set1(w[r * kScoreStride]), first, sums[r][j]);
                             sums[r][j] = fma(set1(w[r * kScoreStride + 1]), second, sums[r][j]);
                         }
                     } else {
                         const Vec value = load(values + j * kWidth);
+                        PF_UNROLL
                         for (int r = 0; r < kRows; ++r) {
                             sums[r][j] = fma(set1(w[r * kScoreStride]), value, sums[r][j]);
                         }
@@ -110,6 +122,7 @@ struct FmaMath {
                 }
             }
         }
+        PF_UNROLL
         for (int r = 0; r < kRows; ++r) {
             store(out + r * d_pad + dim, sums[r][0]);
             store(out + r * d_pad + dim + kWidth, sums[r][1]);

@@ -1,5 +1,5 @@
-// The walk over a block's chunks, softmax and merge, in the vectors of one instruction set. The two matrix products come
-// from a Math:
+// The walk over a block's chunks, softmax and merge, in the vectors of one instruction set. The two matrix products
+// come from a Math:
 //
 //   T, Q, W              types of the cache, of packed queries and of softmax weights
 //   Math(rows)           an object lives while a block is worked on, whose tiles have up to so many rows

@@ -1,9 +1,9 @@
 // Inside of attention: what attention.cpp hands to the code of one instruction set.
 //
 // The work is cut by sequence, kv head, block of rows and chunk. A row is a pair of query token and query head, so that
-// a K or V page is read once for all query tokens and all heads of its group. A chunk is kChunk tokens, counted from the
-// sequence's first one: softmax runs within a chunk, and a row's chunks are merged in ascending order whoever computed
-// them. So a row's bits depend on its visible tokens alone.
+// a K or V page is read once for all query tokens and all heads of its group. A chunk is kChunk tokens, counted from
+// the sequence's first one: softmax runs within a chunk, and a row's chunks are merged in ascending order whoever
+// computed them. So a row's bits depend on its visible tokens alone.
 #pragma once
 
 #include <cstddef>

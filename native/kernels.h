@@ -8,6 +8,7 @@
 // Strides are counted in elements. "rows" is the number of tokens, the only size that varies between replays.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -26,6 +27,8 @@ struct Ctx {
     int tid;
     int num_threads;
     Barrier* barrier;  // for kernels with more than one phase; every thread must call it equally often
+    // Work that threads take as they go: num_threads when the kernel begins, thread t having taken number t.
+    std::atomic<std::int64_t>* next_work;
 };
 
 // One forward pass's ragged batch (pilotfish.attention.ForwardBatch). The pointers stay valid while a program runs.
@@ -44,8 +47,8 @@ struct Batch {
 
 // ---------------------------------------------------------------------------------------------------------------
 // linear.cpp. Weights [N, K] are packed by the caller's dtype:
-//   bf16: [N/32][K/32][2][16 k-pairs][16 n][2], zero padded to multiples of 32 in N and K
-//   f32:  [N/32][K][32], zero padded in N
+//   bf16: [N/16][K/32][16 k-pairs][16 n][2], zero padded to multiples of 16 in N and 32 in K
+//   f32:  [N/16][K][16], zero padded in N
 struct PackedLinear {
     DType dtype;
     std::int64_t n, k;

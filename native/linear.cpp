@@ -31,8 +31,40 @@ Kernel kernel_for(Isa isa, DType dtype) {
 }
 
 // Columns go to threads in whole units, inputs never: a sum is always one thread's, so bits don't depend on threads.
-std::pair<std::int64_t, std::int64_t> share_of(const Ctx& ctx, std::int64_t total) {
+using Range = std::pair<std::int64_t, std::int64_t>;
+
+Range share_of(const Ctx& ctx, std::int64_t total) {
     return {total * ctx.tid / ctx.num_threads, total * (ctx.tid + 1) / ctx.num_threads};
+}
+
+// Up to this many rows, reading the weights is what takes time.
+constexpr std::int64_t kFewRows = 16;
+
+// Few rows: threads take columns as they go, for none of them gets the same bandwidth all the time and all wait for the
+// last. Four units at a time, two and one at the end, so that threads finish together.
+class Portions {
+  public:
+    Portions(std::int64_t num_units, int num_threads) {
+        num_quads_ = std::max<std::int64_t>(num_units - 4 * num_threads, 0) / 4;
+        const std::int64_t rest = num_units - 4 * num_quads_;
+        num_pairs_ = rest / 2;
+        count_ = num_quads_ + num_pairs_ + rest % 2;
+    }
+
+    std::int64_t count() const { return count_; }
+
+    Range units(std::int64_t i) const {
+        if (i < num_quads_) return {4 * i, 4 * i + 4};
+        const std::int64_t unit = 2 * (num_quads_ + i);
+        return i < num_quads_ + num_pairs_ ? Range{unit, unit + 2} : Range{unit, unit + 1};
+    }
+
+  private:
+    std::int64_t num_quads_, num_pairs_, count_;
+};
+
+const char* unit_address(const PackedLinear& w, std::int64_t unit) {
+    return static_cast<const char*>(w.data) + unit * unit_bytes(w);
 }
 
 void embed_row(const PackedLinear& table, std::int64_t id, void* out) {
@@ -44,12 +76,11 @@ void embed_row(const PackedLinear& table, std::int64_t id, void* out) {
         for (std::int64_t k = 0; k < table.k; ++k) target[k] = source[k * kUnit];
         return;
     }
-    // Pairs of inputs lie together: [K/32][2 tiles][16 pairs][16 columns][2].
-    const char* source = base + (column / 16) * 1024 + (column % 16) * 4;
+    // Pairs of inputs lie together: [K/2][16 columns][2].
+    const char* source = base + column * 4;
     char* target = static_cast<char*>(out);
     for (std::int64_t k = 0; k < table.k; k += 2) {
-        const char* pair = source + (k / kKBlock) * 2048 + (k % kKBlock) / 2 * 64;
-        std::memcpy(target + k * 2, pair, k + 1 < table.k ? 4 : 2);
+        std::memcpy(target + k * 2, source + k / 2 * kLine, k + 1 < table.k ? 4 : 2);
     }
 }
 
@@ -57,16 +88,36 @@ void embed_row(const PackedLinear& table, std::int64_t id, void* out) {
 
 void linear(const Ctx& ctx, std::int64_t rows, const void* x, std::int64_t x_stride, const PackedLinear& w, void* y,
             std::int64_t y_stride, DType y_dtype) {
-    const auto [begin, end] = share_of(ctx, num_units(w));
-    if (begin == end || rows == 0) return;
-    kernel_for(ctx.isa, w.dtype)({rows, x, x_stride, w, y, y_stride, y_dtype, begin, end});
+    if (rows == 0) return;
+    const Kernel kernel = kernel_for(ctx.isa, w.dtype);
+    if (rows > kFewRows) {
+        const auto [begin, end] = share_of(ctx, num_units(w));
+        if (begin < end) kernel({rows, x, x_stride, w, y, y_stride, y_dtype, begin, end, unit_address(w, begin)});
+        return;
+    }
+    const Portions portions(num_units(w), ctx.num_threads);
+    for (std::int64_t i = ctx.tid, next; i < portions.count(); i = next) {
+        next = ctx.next_work->fetch_add(1, std::memory_order_relaxed);
+        const auto [begin, end] = portions.units(i);
+        const char* follows = unit_address(w, portions.units(next < portions.count() ? next : i).first);
+        kernel({rows, x, x_stride, w, y, y_stride, y_dtype, begin, end, follows});
+    }
 }
 
-void prefetch_linear(const Ctx& ctx, const PackedLinear& w) {
-    const auto [begin, end] = share_of(ctx, num_units(w));
-    const char* data = static_cast<const char*>(w.data) + begin * unit_bytes(w);
-    const std::int64_t bytes = std::min((end - begin) * unit_bytes(w), 2 * kPrefetchBytes);
-    for (std::int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(data + i, 0, 2);
+LinearPrefetch::LinearPrefetch(const Ctx& ctx, std::int64_t rows, const PackedLinear& w) : unit_bytes_(unit_bytes(w)) {
+    Range range = share_of(ctx, num_units(w));
+    if (rows <= kFewRows) {
+        const Portions portions(num_units(w), ctx.num_threads);
+        range = ctx.tid < portions.count() ? portions.units(ctx.tid) : Range{0, 0};
+    }
+    first_ = unit_address(w, range.first);
+    num_units_ = std::min<std::int64_t>(range.second - range.first, 4);
+}
+
+void LinearPrefetch::some() {
+    if (done_ == unit_bytes_) return;
+    for (std::int64_t unit = 0; unit < num_units_; ++unit) __builtin_prefetch(first_ + unit * unit_bytes_ + done_, 0, 2);
+    done_ += kLine;
 }
 
 void embedding(const Ctx& ctx, std::int64_t rows, const std::int32_t* token_ids, const PackedLinear& table, void* out,

@@ -18,7 +18,7 @@ namespace {
 #include "linear_zmm.h"
 
 constexpr int kTileRows = 16;
-constexpr std::int64_t kBlockBytes = kKBlock * kUnit * 2;
+constexpr std::int64_t kTileBytes = kKBlock * kUnit * 2;
 // Weights that stay in the second-level cache (2 MB on every CPU with AMX) while all rows pass by.
 constexpr std::int64_t kGroupBytes = 512 << 10;
 
@@ -70,123 +70,150 @@ struct Inputs {
     }
 };
 
-void store_block(const LinearShare& s, std::int64_t row, int rows, std::int64_t unit, const float* sums) {
+void store_tile(const LinearShare& s, std::int64_t row, int rows, std::int64_t unit, const float* sums) {
     for (int r = 0; r < rows; ++r) {
-        __m512 row_sums[2] = {_mm512_load_ps(sums + r * kUnit), _mm512_load_ps(sums + r * kUnit + 16)};
-        store_sums<Zmm>(s, row + r, unit, row_sums);
+        __m512 row_sums = _mm512_load_ps(sums + r * kUnit);
+        store_sums<Zmm>(s, row + r, unit, &row_sums);
     }
 }
 
-// Fetches what follows tile 0 or 1 of a block of weights.
-inline void prefetch_tile(const Prefetch& prefetch, const char* block, int tile) {
-    for (int i = 16 * tile; i < 16 * (tile + 1); ++i) prefetch(block + i * kLine, i);
+// Fetches a tile of weights to be used later; step: number of the tile in use in its unit.
+inline void prefetch_tile(const Prefetch& prefetch, const char* tile, std::int64_t step) {
+    const int first_line = step % 2 == 0 ? 0 : 16;
+    PF_UNROLL
+    for (int i = 0; i < 16; ++i) prefetch(tile + i * kLine, first_line + i);
 }
 
-// Up to 16 rows by two units: four independent sums hide the 52 cycles that a tile product takes.
-void block_1x2(const LinearShare& s, std::int64_t row, int rows, std::int64_t unit, const Prefetch& prefetch) {
-    const Inputs in(s, row, rows);
-    const char* w0 = static_cast<const char*>(unit_data(s, unit));
-    const char* w1 = static_cast<const char*>(unit_data(s, unit + 1));
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    // The last steps fetch the beginning of the next pair of units, which lies one unit further than it looks.
-    const std::int64_t last_steps = num_k_blocks(s.w) - kPrefetchBytes / kBlockBytes;
-    std::int64_t done = 0;
-    const auto step = [&](const std::uint16_t* a, std::int64_t a_stride) {
-        const std::int64_t skip = done++ < last_steps ? 0 : unit_bytes(s.w);
-        _tile_loadd(4, a, a_stride * 2);
-        prefetch_tile(prefetch, w0 + skip, 0);
-        _tile_loadd(6, w0, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        prefetch_tile(prefetch, w0 + skip, 1);
-        _tile_loadd(7, w0 + 1024, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        prefetch_tile(prefetch, w1 + skip, 0);
-        _tile_loadd(6, w1, 64);
-        _tile_dpbf16ps(2, 4, 6);
-        prefetch_tile(prefetch, w1 + skip, 1);
-        _tile_loadd(7, w1 + 1024, 64);
-        _tile_dpbf16ps(3, 4, 7);
-        w0 += kBlockBytes;
-        w1 += kBlockBytes;
-    };
+// Calls step(a, stride, step number) with the tiles of inputs in order.
+template <class Step>
+inline void for_each_step(const LinearShare& s, const Inputs& in, Step&& step) {
     std::int64_t k = 0;
-    for (; k + kKBlock <= s.w.k; k += kKBlock) step(in.data + k, in.stride);
-    if (k < s.w.k) step(in.padded[0], kKBlock);
-    alignas(64) float sums[2][kTileRows * kUnit];
-    _tile_stored(0, sums[0], kUnit * 4);
-    _tile_stored(1, sums[0] + 16, kUnit * 4);
-    _tile_stored(2, sums[1], kUnit * 4);
-    _tile_stored(3, sums[1] + 16, kUnit * 4);
-    store_block(s, row, rows, unit, sums[0]);
-    store_block(s, row, rows, unit + 1, sums[1]);
+    for (; k + kKBlock <= s.w.k; k += kKBlock) step(in.data + k, in.stride, k / kKBlock);
+    if (k < s.w.k) step(in.padded[0], kKBlock, k / kKBlock);
 }
 
-// One unit by up to 16 (kRowTiles = 1) or 32 rows.
-template <int kRowTiles>
-void block_rows(const LinearShare& s, std::int64_t row, int rows, std::int64_t unit, const Prefetch& prefetch) {
-    const Inputs in(s, row, rows);
-    const char* w = static_cast<const char*>(unit_data(s, unit));
+// Up to 16 rows by U units: four independent sums hide the 52 cycles that a tile product takes.
+template <int U>
+void block_columns(const LinearShare& s, int rows, std::int64_t unit, const char* next) {
+    const Inputs in(s, 0, rows);
+    const char* w = unit_data(s, unit);
+    const std::int64_t bytes = unit_bytes(s.w);
+    const Prefetch prefetch = Prefetch::stream(w, bytes, next);
     _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (kRowTiles == 2) {
+    if constexpr (U >= 2) _tile_zero(1);
+    if constexpr (U == 4) {
         _tile_zero(2);
         _tile_zero(3);
     }
-    const auto step = [&](const std::uint16_t* a, std::int64_t a_stride) {
+    for_each_step(s, in, [&](const std::uint16_t* a, std::int64_t a_stride, std::int64_t step) {
+        const std::int64_t ahead = prefetch.ahead(step * kTileBytes);
         _tile_loadd(4, a, a_stride * 2);
-        prefetch_tile(prefetch, w, 0);
-        _tile_loadd(6, w, 64);
-        prefetch_tile(prefetch, w, 1);
-        _tile_loadd(7, w + 1024, 64);
+        prefetch_tile(prefetch, w + ahead, step);
+        _tile_loadd(6, w, kLine);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (kRowTiles == 2) {
-            _tile_loadd(5, a + kTileRows * a_stride, a_stride * 2);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+        if constexpr (U >= 2) {
+            prefetch_tile(prefetch, w + bytes + ahead, step);
+            _tile_loadd(7, w + bytes, kLine);
+            _tile_dpbf16ps(1, 4, 7);
         }
-        w += kBlockBytes;
-    };
-    std::int64_t k = 0;
-    for (; k + kKBlock <= s.w.k; k += kKBlock) step(in.data + k, in.stride);
-    if (k < s.w.k) step(in.padded[0], kKBlock);
-    alignas(64) float sums[kRowTiles * kTileRows * kUnit];
-    _tile_stored(0, sums, kUnit * 4);
-    _tile_stored(1, sums + 16, kUnit * 4);
-    if constexpr (kRowTiles == 2) {
-        _tile_stored(2, sums + kTileRows * kUnit, kUnit * 4);
-        _tile_stored(3, sums + kTileRows * kUnit + 16, kUnit * 4);
+        if constexpr (U == 4) {
+            prefetch_tile(prefetch, w + 2 * bytes + ahead, step);
+            _tile_loadd(6, w + 2 * bytes, kLine);
+            _tile_dpbf16ps(2, 4, 6);
+            prefetch_tile(prefetch, w + 3 * bytes + ahead, step);
+            _tile_loadd(7, w + 3 * bytes, kLine);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        w += kTileBytes;
+    });
+    alignas(64) float sums[U][kTileRows * kUnit];
+    _tile_stored(0, sums[0], kLine);
+    if constexpr (U >= 2) _tile_stored(1, sums[1], kLine);
+    if constexpr (U == 4) {
+        _tile_stored(2, sums[2], kLine);
+        _tile_stored(3, sums[3], kLine);
     }
-    store_block(s, row, rows, unit, sums);
+    for (int u = 0; u < U; ++u) store_tile(s, 0, rows, unit + u, sums[u]);
 }
 
-// Rows that fill one tile: the weights are read once, two streams at a time.
+// One or two (U) units by up to 16 (T = 1) or 32 rows (T = 2).
+template <int T, int U>
+void block_rows(const LinearShare& s, std::int64_t row, int rows, std::int64_t unit, const Prefetch& prefetch) {
+    const Inputs in(s, row, rows);
+    const char* w = unit_data(s, unit);
+    const std::int64_t bytes = unit_bytes(s.w);
+    _tile_zero(0);
+    if constexpr (U == 2) _tile_zero(1);
+    if constexpr (T == 2) _tile_zero(2);
+    if constexpr (T == 2 && U == 2) _tile_zero(3);
+    for_each_step(s, in, [&](const std::uint16_t* a, std::int64_t a_stride, std::int64_t step) {
+        const std::int64_t ahead = prefetch.ahead(step * kTileBytes);
+        _tile_loadd(4, a, a_stride * 2);
+        prefetch_tile(prefetch, w + ahead, step);
+        _tile_loadd(6, w, kLine);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (U == 2) {
+            prefetch_tile(prefetch, w + bytes + ahead, step);
+            _tile_loadd(7, w + bytes, kLine);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if constexpr (T == 2) {
+            _tile_loadd(5, a + kTileRows * a_stride, a_stride * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            if constexpr (U == 2) _tile_dpbf16ps(3, 5, 7);
+        }
+        w += kTileBytes;
+    });
+    alignas(64) float sums[4][kTileRows * kUnit];
+    const int first_rows = std::min(rows, kTileRows);
+    _tile_stored(0, sums[0], kLine);
+    store_tile(s, row, first_rows, unit, sums[0]);
+    if constexpr (U == 2) {
+        _tile_stored(1, sums[1], kLine);
+        store_tile(s, row, first_rows, unit + 1, sums[1]);
+    }
+    if constexpr (T == 2) {
+        _tile_stored(2, sums[2], kLine);
+        store_tile(s, row + kTileRows, rows - kTileRows, unit, sums[2]);
+        if constexpr (U == 2) {
+            _tile_stored(3, sums[3], kLine);
+            store_tile(s, row + kTileRows, rows - kTileRows, unit + 1, sums[3]);
+        }
+    }
+}
+
+// Rows that fill one tile: the weights are read once, four streams side by side where there are as many units.
 void linear_few_rows(const LinearShare& s, Tiles& tiles) {
     const int rows = static_cast<int>(s.rows);
     tiles.configure(rows, 0);
-    const Prefetch prefetch(0, 1, 0);
-    std::int64_t unit = s.unit_begin;
-    for (; unit + 2 <= s.unit_end; unit += 2) block_1x2(s, 0, rows, unit, prefetch);
-    if (unit < s.unit_end) block_rows<1>(s, 0, rows, unit, prefetch);
+    for (std::int64_t unit = s.unit_begin, taken; unit < s.unit_end; unit += taken) {
+        const std::int64_t left = s.unit_end - unit;
+        taken = left >= 4 ? 4 : std::min<std::int64_t>(left, 2);
+        const char* next = taken < left ? unit_data(s, unit + taken) : s.next;
+        if (taken == 4) block_columns<4>(s, rows, unit, next);
+        else if (taken == 2) block_columns<2>(s, rows, unit, next);
+        else block_columns<1>(s, rows, unit, next);
+    }
 }
 
-// Blocks of 32 rows by one unit. A group of units stays in the cache for all rows, and a block's inputs and outputs
+// Blocks of 32 rows by two units. A group of units stays in the cache for all rows, and a block's inputs and outputs
 // stay in it for all units of the group.
 void linear_many_rows(const LinearShare& s, Tiles& tiles) {
-    const std::int64_t group_units = std::max<std::int64_t>(kGroupBytes / unit_bytes(s.w), 1);
+    const std::int64_t group_units = std::max<std::int64_t>(kGroupBytes / unit_bytes(s.w) / 2 * 2, 2);
     const int num_blocks = static_cast<int>((s.rows + 31) / 32);
     for (std::int64_t group = s.unit_begin; group < s.unit_end; group += group_units) {
         const std::int64_t group_end = std::min(group + group_units, s.unit_end);
         for (int i = 0; i < num_blocks; ++i) {
-            const Prefetch prefetch(i, num_blocks, group_units * unit_bytes(s.w));
+            const Prefetch prefetch = num_blocks == 1 ? Prefetch{kPrefetchBytes}
+                                                      : Prefetch::shared(i, num_blocks, group_units * unit_bytes(s.w));
             const int rows = static_cast<int>(std::min<std::int64_t>(32, s.rows - i * 32));
             tiles.configure(std::min(rows, kTileRows), std::max(rows - kTileRows, 0));
-            for (std::int64_t unit = group; unit < group_end; ++unit) {
-                if (rows > kTileRows) block_rows<2>(s, i * 32, rows, unit, prefetch);
-                else block_rows<1>(s, i * 32, rows, unit, prefetch);
+            for (std::int64_t unit = group; unit < group_end; unit += 2) {
+                const bool pair = unit + 1 < group_end;
+                if (rows > kTileRows) pair ? block_rows<2, 2>(s, i * 32, rows, unit, prefetch)
+                                           : block_rows<2, 1>(s, i * 32, rows, unit, prefetch);
+                else pair ? block_rows<1, 2>(s, i * 32, rows, unit, prefetch)
+                          : block_rows<1, 1>(s, i * 32, rows, unit, prefetch);
             }
         }
     }

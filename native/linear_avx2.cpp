@@ -56,17 +56,21 @@ struct Ymm {
     }
 };
 
-// 16 registers: 3 rows * 4 sums, one input, two weights.
-constexpr int kMaxRows = 3;
+// 16 registers: at most 12 sums (3 rows by 2 units, 1 row by 4), and the rest for an input and weights.
+constexpr int kQuadRows = 1, kMaxRows = 3;
 
 }  // namespace
 
 void linear_f32(const LinearShare& s) {
-    for_each_block<kMaxRows>(s, [&](auto r, auto... args) { block_f32<Ymm, decltype(r)::value>(s, args...); });
+    for_each_block<kQuadRows, kMaxRows>(s, [&](auto r, auto u, auto... args) {
+        block_f32<Ymm, decltype(r)::value, decltype(u)::value>(s, args...);
+    });
 }
 
 void linear_bf16(const LinearShare& s) {
-    for_each_block<kMaxRows>(s, [&](auto r, auto... args) { block_bf16_widened<Ymm, decltype(r)::value>(s, args...); });
+    for_each_block<kQuadRows, kMaxRows>(s, [&](auto r, auto u, auto... args) {
+        block_bf16_widened<Ymm, decltype(r)::value, decltype(u)::value>(s, args...);
+    });
 }
 
 }  // namespace pf::avx2

@@ -42,11 +42,8 @@ void pack_unit_bf16(const Source& s, std::int64_t unit, std::uint16_t* out) {
     const std::int64_t columns = std::min(kUnit, s.n - unit * kUnit);
     for (std::int64_t column = 0; column < columns; ++column) {
         const From* row = static_cast<const From*>(s.data) + (unit * kUnit + column) * s.row_stride;
-        std::uint16_t* target = out + (column / 16) * 512 + (column % 16) * 2;
-        for (std::int64_t k = 0; k < s.k; ++k) {
-            const std::int64_t in_block = k % kKBlock;
-            target[(k / kKBlock) * 1024 + in_block / 2 * 32 + in_block % 2] = convert<std::uint16_t>(row[k]);
-        }
+        std::uint16_t* target = out + column * 2;
+        for (std::int64_t k = 0; k < s.k; ++k) target[k / 2 * 2 * kUnit + k % 2] = convert<std::uint16_t>(row[k]);
     }
 }
 

@@ -1,6 +1,7 @@
 // A recorded list of kernel calls, replayed in one native call: the CPU's twin of a CUDA graph.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -44,12 +45,17 @@ class Program {
         const PackedLinear* prefetch = nullptr;  // weights of the next linear layer, if this command precedes it
     };
 
+    struct alignas(64) WorkCounter {
+        std::atomic<std::int64_t> value{0};
+    };
+
     void run_thread(int tid, std::int64_t rows);
 
     std::shared_ptr<Team> team_;
     Isa isa_;
     std::vector<Command> commands_;
     std::vector<std::int64_t> command_ns_;
+    WorkCounter next_work_[2];  // of the running command, and of the one after it
     std::int64_t native_ns_ = 0;
     bool profile_ = false;
 };

@@ -58,6 +58,7 @@ PF_INLINE Vec gumbel(VecI words) {
 }
 
 PF_INLINE void load_logits(const SamplingRow& row, int token, Vec logits[kVectors]) {
+    PF_UNROLL
     for (int i = 0; i < kVectors; ++i) {
         const int left = row.vocab - token - i * kWidth;
         const float* p = row.logits + token + i * kWidth;
@@ -73,9 +74,11 @@ PF_INLINE void load_logits(const SamplingRow& row, int token, Vec logits[kVector
 
 // Adds the noise to kSamplingBlock scaled logits.
 PF_INLINE void add_noise(const SamplingRow& row, int token, Vec scores[kVectors]) {
+    PF_UNROLL
     for (int first = 0; first < kVectors; first += 4) {
         VecI words[4];
         philox(row, token + first * kWidth, words);
+        PF_UNROLL
         for (int i = 0; i < 4; ++i) scores[first + i] = add(scores[first + i], gumbel(words[i]));
     }
 }
@@ -87,6 +90,7 @@ struct Best {
 
     void take(const Vec scores[kVectors], int first_token) {
         const VecI lanes = load_int(kLanes);
+        PF_UNROLL
         for (int i = 0; i < kVectors; ++i) {
             const Mask better = greater(scores[i], score);
             const auto base = static_cast<std::uint32_t>(first_token + i * kWidth);
@@ -129,6 +133,7 @@ Choice best_noisy(const SamplingRow& row, int begin, int end) {
         Vec scores[kVectors];
         load_logits(row, token, scores);
         Vec highest = set1(kNegativeInfinity);
+        PF_UNROLL
         for (int i = 0; i < kVectors; ++i) {
             scores[i] = mul(scores[i], inv_temperature);
             highest = max(scores[i], highest);  // in this order NaN loses
@@ -151,10 +156,12 @@ float score(const SamplingRow& row, int token) {
     const int first = token / kSamplingBlock * kSamplingBlock;
     load_logits(row, first, scores);
     if (row.inv_temperature != 0.0f) {
+        PF_UNROLL
         for (int i = 0; i < kVectors; ++i) scores[i] = mul(scores[i], set1(row.inv_temperature));
         add_noise(row, first, scores);
     }
     alignas(64) float values[kSamplingBlock];
+    PF_UNROLL
     for (int i = 0; i < kVectors; ++i) store(values + i * kWidth, scores[i]);
     const float value = values[token - first];
     return value == value ? value : kNegativeInfinity;

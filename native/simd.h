@@ -23,6 +23,8 @@
 #error "define PF_ISA before including simd.h"
 #endif
 #define PF_INLINE static inline __attribute__((always_inline))
+// For loops over an array of vectors: only unrolled do they stay in registers.
+#define PF_UNROLL _Pragma("GCC unroll 16")
 
 namespace pf {
 

@@ -30,6 +30,12 @@ class Barrier {
     Barrier& operator=(const Barrier&) = delete;
 
     void wait() {
+        wait([] {});
+    }
+
+    // Calls idle() again and again while it waits.
+    template <class Idle>
+    void wait(Idle&& idle) {
         if (num_threads_ == 1) return;
         const std::uint32_t phase = phase_.load(std::memory_order_relaxed);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == num_threads_) {
@@ -38,6 +44,7 @@ class Barrier {
             return;
         }
         for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+            idle();
             if (spins < kSpinsBeforeYield) spin_pause();
             else std::this_thread::yield();
         }
