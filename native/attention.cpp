@@ -180,7 +180,7 @@ void attention(const Ctx& ctx, const Batch& batch, const KVLayer& kv, const void
     };
     const ThreadMemory memory = memory_of(ctx.tid);
     *memory.report = attend_share(ctx, kernels, call, memory.scratch);
-    if (ctx.num_threads == 1) return;
+    if (ctx.num_threads == 1 || max_chunks <= 1) return;  // no block was shared
     ctx.barrier->wait();
     merge_shares(ctx, kernels, call, memory_of);
 }

@@ -52,8 +52,8 @@ class PageCheckingRunner:
         self._kv: NDArray[np.int64] = np.full(num_pages * page_size, -1)
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
-        built = self._builder.build(segments)
-        batch = built.batch
+        size = self._builder.build(segments)
+        batch = self._builder.batch(size)
         self.num_tokens.append(batch.num_tokens)
         slots = batch.slots.numpy()
         assert len(set(slots.tolist())) == len(slots), "two tokens of one step share a slot"
@@ -67,7 +67,7 @@ class PageCheckingRunner:
             query_len = query_start[s + 1] - query_start[s]
             assert batch.positions[query_start[s] : query_start[s + 1]].tolist() == [*range(kv_len - query_len, kv_len)]
             rows += [next_logits(history[: position + 1]) for position in range(kv_len - query_len, kv_len)]
-        logits = torch.from_numpy(np.stack(rows))[built.logits_rows.long()]
+        logits = torch.from_numpy(np.stack(rows))[self._builder.logits_rows(size.num_logits).long()]
         logits[:, EOS] += self._eos_bias
         return logits
 

@@ -46,6 +46,7 @@ class EagerSink:
     """Runs every op at once, as torch does."""
 
     def __init__(self, team: _native.Team, isa: str) -> None:
+        self.native_ns = 0
         self._team = team
         self._isa = isa
 
@@ -60,6 +61,7 @@ class EagerSink:
 
     def end(self, program: _native.Program, rows: int, *operands: Tensor) -> None:
         program.run(rows)
+        self.native_ns += program.native_ns
 
 
 def best_isa(isa: str | None = None) -> str:
@@ -106,9 +108,15 @@ class NativeOps:
         self.dtype = dtype
         self.team = team
         self.isa = best_isa(isa)
-        self.sink: Sink = EagerSink(team, self.isa)
+        self._eager = EagerSink(team, self.isa)
+        self.sink: Sink = self._eager
         self._dtype_name = dtype_name(dtype)
         self._arena = _native.Arena()
+
+    @property
+    def eager_ns(self) -> int:
+        """Nanoseconds spent in kernels that were not recorded."""
+        return self._eager.native_ns
 
     @contextmanager
     def recording(self, sink: Sink) -> Iterator[None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pilotfish.attention import ForwardBatch
 
-__all__ = ["BatchBuilder", "BuiltBatch", "Segment"]
+__all__ = ["BatchBuilder", "BatchSize", "Segment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,13 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class BuiltBatch:
-    """A batch and the rows of its hidden states that logits are wanted of: int32 [R], in segment order."""
+class BatchSize:
+    """How much of the builder's buffers a step fills: tokens, sequences, pages of all sequences, rows of logits."""
 
-    batch: ForwardBatch
-    logits_rows: Tensor
+    num_tokens: int
+    num_seqs: int
+    num_pages: int
+    num_logits: int
 
 
 class BatchBuilder:
@@ -61,7 +63,6 @@ class BatchBuilder:
         max_pages = -(-max_model_len // page_size)
         self._table: NDArray[np.int32] = np.zeros((max_seqs, max_pages), np.int32)
         self._mirrored: list[tuple[list[int], int]] = [([], 0)] * max_seqs
-        self._iota = np.arange(max_tokens, dtype=np.int32)
         self._token_ids = _Buffer(max_tokens)
         self._positions = _Buffer(max_tokens)
         self._slots = _Buffer(max_tokens)
@@ -71,69 +72,63 @@ class BatchBuilder:
         self._pages = _Buffer(max_seqs * max_pages)
         self._logits_rows = _Buffer(max_tokens)
 
-    def full_batch(self) -> ForwardBatch:
-        """The whole buffers as one batch of the greatest size: what a recording is made with."""
-        return ForwardBatch(
-            token_ids=self._token_ids.tensor,
-            positions=self._positions.tensor,
-            slots=self._slots.tensor,
-            query_start=self._query_start.tensor,
-            kv_len=self._kv_len.tensor,
-            page_start=self._page_start.tensor,
-            pages=self._pages.tensor,
-        )
-
     @property
-    def logits_rows(self) -> Tensor:
-        """The whole buffer of logits rows, int32 [max_tokens]."""
-        return self._logits_rows.tensor
-
-    def build(self, segments: Sequence[Segment]) -> BuiltBatch:
-        """Gather ``segments`` into a batch. The result is valid until the next call."""
-        num_seqs, size = len(segments), self.page_size
-        for segment in segments:
-            self._mirror_pages(segment)
-        rows = np.fromiter((s.row for s in segments), np.int32, num_seqs)
-        starts = np.fromiter((s.start for s in segments), np.int32, num_seqs)
-        query_lens = np.fromiter((len(s.token_ids) for s in segments), np.int32, num_seqs)
-        num_logits = np.fromiter((s.num_logits for s in segments), np.int32, num_seqs)
-
-        query_start = self._query_start.array[: num_seqs + 1]
-        np.cumsum(query_lens, out=query_start[1:])
-        num_tokens = int(query_start[-1])
-        flat = segments[0].token_ids if num_seqs == 1 else [t for s in segments for t in s.token_ids]
-        self._token_ids.array[:num_tokens] = flat
-
-        positions = self._positions.array[:num_tokens]
-        np.add(self._iota[:num_tokens], np.repeat(starts - query_start[:-1], query_lens), out=positions)
-        pages_of_tokens = self._table[np.repeat(rows, query_lens), positions // size]
-        np.add(pages_of_tokens * size, positions % size, out=self._slots.array[:num_tokens])
-
-        kv_len = self._kv_len.array[:num_seqs]
-        np.add(starts, query_lens, out=kv_len)
-        num_pages = (kv_len + (size - 1)) // size
-        page_start = self._page_start.array[: num_seqs + 1]
-        np.cumsum(num_pages, out=page_start[1:])
-        total_pages = int(page_start[-1])
-        tables = [self._table[row, :count] for row, count in zip(rows, num_pages, strict=True)]
-        np.concatenate(tables, out=self._pages.array[:total_pages])
-
-        total_logits = int(num_logits.sum())
-        first = query_start[1:] - num_logits  # first row of each segment's logits
-        before = np.cumsum(num_logits, dtype=np.int32) - num_logits
-        logits_rows = self._logits_rows.array[:total_logits]
-        np.add(self._iota[:total_logits], np.repeat(first - before, num_logits), out=logits_rows)
-
-        batch = ForwardBatch(
-            token_ids=self._token_ids.tensor[:num_tokens],
-            positions=self._positions.tensor[:num_tokens],
-            slots=self._slots.tensor[:num_tokens],
-            query_start=self._query_start.tensor[: num_seqs + 1],
-            kv_len=self._kv_len.tensor[:num_seqs],
-            page_start=self._page_start.tensor[: num_seqs + 1],
-            pages=self._pages.tensor[:total_pages],
+    def full_size(self) -> BatchSize:
+        """Of the whole buffers: what a recording is made with."""
+        return BatchSize(
+            len(self._token_ids.array), len(self._kv_len.array), len(self._pages.array), len(self._logits_rows.array)
         )
-        return BuiltBatch(batch, self._logits_rows.tensor[:total_logits])
+
+    def batch(self, size: BatchSize) -> ForwardBatch:
+        """The filled part of the buffers. Valid until the next :meth:`build`."""
+        return ForwardBatch(
+            token_ids=self._token_ids.tensor[: size.num_tokens],
+            positions=self._positions.tensor[: size.num_tokens],
+            slots=self._slots.tensor[: size.num_tokens],
+            query_start=self._query_start.tensor[: size.num_seqs + 1],
+            kv_len=self._kv_len.tensor[: size.num_seqs],
+            page_start=self._page_start.tensor[: size.num_seqs + 1],
+            pages=self._pages.tensor[: size.num_pages],
+        )
+
+    def logits_rows(self, num_logits: int) -> Tensor:
+        """The rows of hidden states that logits are wanted of, in segment order: int32 [num_logits]."""
+        return self._logits_rows.tensor[:num_logits]
+
+    def build(self, segments: Sequence[Segment]) -> BatchSize:
+        """Fill the buffers with a step.
+
+        Plain lists, copied once each: between two passes over all weights nothing is in the caches, and a handful of
+        array operations per sequence costs more than a loop over its few tokens.
+        """
+        page_size = self.page_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        logits_rows: list[int] = []
+        query_start, kv_len, page_start = [0], [], [0]
+        for segment in segments:
+            start, pages = segment.start, segment.pages
+            end = start + len(segment.token_ids)
+            token_ids.extend(segment.token_ids)
+            positions.extend(range(start, end))
+            slots.extend([pages[p // page_size] * page_size + p % page_size for p in range(start, end)])
+            num_tokens = len(token_ids)
+            logits_rows.extend(range(num_tokens - segment.num_logits, num_tokens))
+            query_start.append(num_tokens)
+            kv_len.append(end)
+            first_page, num_pages = page_start[-1], -(-end // page_size)
+            page_start.append(first_page + num_pages)
+            self._mirror_pages(segment)
+            self._pages.array[first_page : first_page + num_pages] = self._table[segment.row, :num_pages]
+        self._token_ids.array[: len(token_ids)] = token_ids
+        self._positions.array[: len(positions)] = positions
+        self._slots.array[: len(slots)] = slots
+        self._query_start.array[: len(query_start)] = query_start
+        self._kv_len.array[: len(kv_len)] = kv_len
+        self._page_start.array[: len(page_start)] = page_start
+        self._logits_rows.array[: len(logits_rows)] = logits_rows
+        return BatchSize(len(token_ids), len(segments), page_start[-1], len(logits_rows))
 
     def _mirror_pages(self, segment: Segment) -> None:
         """Copy pages that are new since the row's last step into the table."""

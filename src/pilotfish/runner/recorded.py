@@ -32,9 +32,9 @@ class RecordedRunner:
     ) -> None:
         self.ops = ops
         self._builder = builder
-        batch = builder.full_batch()
+        batch = builder.batch(builder.full_size)
         self._plan = plan = attention.plan(batch)
-        logits_rows = builder.logits_rows[:max_logits]
+        logits_rows = builder.logits_rows(max_logits)
         with torch.inference_mode():
             self._hidden = record(
                 ops,
@@ -54,8 +54,8 @@ class RecordedRunner:
 
     @property
     def native_ns(self) -> int:
-        """Nanoseconds spent in the recorded kernels so far."""
-        return self._hidden.program.native_ns + self._logits.program.native_ns
+        """Nanoseconds spent in native kernels so far: the model's, and those of its ops that ran one by one."""
+        return self._hidden.program.native_ns + self._logits.program.native_ns + self.ops.eager_ns
 
     def set_profile(self, on: bool) -> None:
         """Measure time by kind of kernel from now on (see :meth:`profile_ns`)."""
@@ -72,7 +72,7 @@ class RecordedRunner:
         return kinds
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
-        built = self._builder.build(segments)
-        self._plan.resize(built.batch.num_tokens, built.batch.num_seqs)
-        self._hidden.run(built.batch.num_tokens)
-        return self._logits.run(built.logits_rows.shape[0])
+        size = self._builder.build(segments)
+        self._plan.resize(size.num_tokens, size.num_seqs)
+        self._hidden.run(size.num_tokens)
+        return self._logits.run(size.num_logits)

@@ -43,6 +43,7 @@ class EagerRunner:
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> Tensor:
-        built = self._builder.build(segments)
-        hidden = self._model.forward(built.batch, self._attention.plan(built.batch))
-        return self._model.logits(self.ops.gather_rows(hidden, built.logits_rows))
+        size = self._builder.build(segments)
+        batch = self._builder.batch(size)
+        hidden = self._model.forward(batch, self._attention.plan(batch))
+        return self._model.logits(self.ops.gather_rows(hidden, self._builder.logits_rows(size.num_logits)))
