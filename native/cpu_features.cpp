@@ -90,6 +90,18 @@ const std::vector<Isa>& supported_isas() {
     return isas;
 }
 
+bool fast_dpbf16() {
+#if defined(PF_X86)
+    static const bool fast = [] {
+        const Registers vendor = cpuid(0, 0);
+        return !(vendor.ebx == 0x756e6547 && vendor.edx == 0x49656e69 && vendor.ecx == 0x6c65746e);  // GenuineIntel
+    }();
+    return fast;
+#else
+    return false;
+#endif
+}
+
 const char* isa_name(Isa isa) { return kNames[static_cast<std::size_t>(isa)].second; }
 
 std::optional<Isa> isa_from_name(std::string_view name) {

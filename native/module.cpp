@@ -259,6 +259,7 @@ NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);
     m.doc() = "Pilotfish's CPU kernels, and the programs that replay them.";
     m.def("supported_isas", &supported_isa_names);
+    m.def("fast_dpbf16", &fast_dpbf16);
     bind_memory(m);
     bind_attention(m);
 

@@ -6,6 +6,9 @@ from numpy.typing import NDArray
 def supported_isas() -> list[str]:
     """Instruction sets whose kernels run on this machine, worst to best; empty where none does."""
 
+def fast_dpbf16() -> bool:
+    """Whether this CPU's bf16 dot product is faster than the two multiply-adds that it replaces."""
+
 class Team:
     """Threads that run kernels: the caller and ``num_threads - 1`` workers, which spin ``spin_us`` before they sleep.
 

@@ -26,7 +26,7 @@ class EngineConfig:
     Attributes:
         dtype: of weights, activations and KV cache.
         backend: ``native`` runs the C++ kernels, ``torch`` the reference ops; ``auto`` prefers native.
-        isa: instruction set of the native kernels; ``auto`` takes the best this CPU has.
+        isa: instruction set up to which native kernels are chosen; ``auto`` takes the best this CPU has.
         threads: threads of the kernels. None: the CPUs this process may use.
         max_model_len: longest prompt + output, in tokens. None: the model's context length.
         max_num_seqs: most requests that run at once (the number of rows).

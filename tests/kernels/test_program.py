@@ -12,9 +12,9 @@ from torch import Tensor
 from pilotfish import _native
 from pilotfish.attention import ForwardBatch, KVShape, RopeTable
 from pilotfish.attention.native import NativeAttention
-from pilotfish.errors import ConfigError
+from pilotfish.errors import BackendError, ConfigError
 from pilotfish.ops import Linear
-from pilotfish.ops.native import NativeOps
+from pilotfish.ops.native import NativeOps, fastest_path
 from pilotfish.ops.recorder import Recorder, Workspace, record
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 48, 6, 2, 16, 16, 3
@@ -156,6 +156,17 @@ def test_program_refuses_an_isa_that_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_fastest_path_is_one_of_the_machines_and_needs_no_more_than_was_asked() -> None:
+    isas = _native.supported_isas()
+    for level, isa in enumerate(isas):
+        path = fastest_path(isa)
+        assert path in isas[: level + 1]
+        assert path == isa or (isa == "avx512_bf16" and not _native.fast_dpbf16())
+    assert fastest_path("auto") == fastest_path(None) == fastest_path(isas[-1])
+    with pytest.raises(BackendError, match="this CPU runs"):
+        fastest_path("mmx")
+
+
 @pytest.mark.parametrize("isa", _native.supported_isas())
 def test_replay_equals_eager(isa: str, dtype: torch.dtype) -> None:
     ops = NativeOps(dtype, _native.Team(2), isa)

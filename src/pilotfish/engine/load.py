@@ -111,9 +111,9 @@ def _make_ops(config: EngineConfig, dtype: torch.dtype) -> Ops:
         torch.set_num_threads(config.threads)
         return TorchOps(dtype)
     from pilotfish import _native
-    from pilotfish.ops.native import NativeOps
+    from pilotfish.ops.native import NativeOps, fastest_path
 
-    return NativeOps(dtype, _native.Team(config.threads), config.isa)
+    return NativeOps(dtype, _native.Team(config.threads), fastest_path(config.isa))
 
 
 def _make_runner(config: EngineConfig, model: Model, ops: Ops, kv: KVShape, num_pages: int) -> Runner:

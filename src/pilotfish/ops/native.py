@@ -19,7 +19,7 @@ from pilotfish import _native
 from pilotfish.errors import BackendError, ConfigError
 from pilotfish.ops.base import Linear, NoiseKeys
 
-__all__ = ["EagerSink", "NativeOps", "Sink", "best_isa", "dtype_name"]
+__all__ = ["EagerSink", "NativeOps", "Sink", "best_isa", "dtype_name", "fastest_path"]
 
 
 class Sink(Protocol):
@@ -78,6 +78,19 @@ def best_isa(isa: str | None = None) -> str:
     if isa not in supported:
         raise BackendError(f"isa={isa!r}: this CPU runs {', '.join(supported)}. Use one of these, or isa='auto'.")
     return isa
+
+
+def fastest_path(isa: str | None = None) -> str:
+    """The fastest kernels that need no more than instruction set ``isa`` (None or ``"auto"``: than this CPU has).
+
+    They are those of ``isa`` itself but for AVX512-BF16 on a CPU whose bf16 dot product is slow: there float32
+    multiply-adds on widened weights, the ``avx512`` kernels, are faster.
+
+    Raises:
+        BackendError: as :func:`best_isa`.
+    """
+    best = best_isa(isa)
+    return "avx512" if best == "avx512_bf16" and not _native.fast_dpbf16() else best
 
 
 def dtype_name(dtype: torch.dtype) -> str:
