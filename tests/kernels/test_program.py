@@ -155,7 +155,6 @@ def test_program_refuses_an_isa_that_does_not_run() -> None:
         _native.Program(_native.Team(1), "vax")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_fastest_path_is_one_of_the_machines_and_needs_no_more_than_was_asked() -> None:
     isas = _native.supported_isas()
     for level, isa in enumerate(isas):
@@ -167,6 +166,7 @@ def test_the_fastest_path_is_one_of_the_machines_and_needs_no_more_than_was_aske
         fastest_path("mmx")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("isa", _native.supported_isas())
 def test_replay_equals_eager(isa: str, dtype: torch.dtype) -> None:
     ops = NativeOps(dtype, _native.Team(2), isa)
