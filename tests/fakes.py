@@ -49,6 +49,7 @@ class PageCheckingRunner:
         self._builder = builder
         self._page_size = page_size
         self._eos_bias = eos_bias
+        self.page_size = page_size
         self._kv: NDArray[np.int64] = np.full(num_pages * page_size, -1)
 
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:

@@ -7,16 +7,106 @@ resolved settings are logged, each with its reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pilotfish.errors import ConfigError
 
-__all__ = ["BackendName", "DTypeName", "EngineConfig", "IsaName", "LogprobsMode"]
+__all__ = [
+    "BackendName",
+    "DTypeName",
+    "DraftModel",
+    "EngineConfig",
+    "IsaName",
+    "LogprobsMode",
+    "Ngram",
+    "Speculation",
+    "VerifyRule",
+]
 
 DTypeName = Literal["bfloat16", "float32"]
 BackendName = Literal["auto", "native", "torch"]
 IsaName = Literal["auto", "avx2", "avx512", "avx512_bf16", "amx"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
+
+VerifyRule = Literal["coupled", "rejection", "threshold"]
+"""How drafts are verified. ``coupled`` and ``rejection`` are exact; ``threshold`` is lossy, for research."""
+
+MAX_NUM_DRAFTS = 64
+"""Most drafts that a step may propose for one sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """What all speculation schemes have in common. A scheme is a subclass and the module of its name.
+
+    Attributes:
+        num_drafts: most tokens proposed a step and sequence.
+        verify: ``coupled`` (default): target and draft share each position's noise, a draft is kept where it equals the
+            target's token, and output is that of plain decoding with the same seed. ``rejection``: the classical rule,
+            which keeps the distribution but not the tokens of a seed. ``threshold``: LOSSY, keeps drafts that have at
+            least ``threshold`` probability under the target; output is not the target's.
+        threshold: see ``verify``.
+        decode_only_batches: propose only in steps in which no prompt is computed.
+    """
+
+    scheme: ClassVar[str] = ""
+
+    num_drafts: int = 4
+    verify: VerifyRule = "coupled"
+    threshold: float = 0.3
+    decode_only_batches: bool = False
+
+    def __post_init__(self) -> None:
+        _check_at_least("num_drafts", self.num_drafts, 1)
+        if self.num_drafts > MAX_NUM_DRAFTS:
+            raise ConfigError(f"num_drafts={self.num_drafts}: must be at most {MAX_NUM_DRAFTS}")
+        _check_choice("verify", self.verify, VerifyRule)
+        if not 0.0 < self.threshold <= 1.0:
+            raise ConfigError(f"threshold={self.threshold}: must be above 0 and at most 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModel(Speculation):
+    """A small LLM drafts: another checkpoint with the target's tokenizer, or the target's own first layers.
+
+    Attributes:
+        model: folder, ``.gguf`` file, built-in name or Hugging Face id of the draft.
+        layers: instead of ``model``: the target's first so many layers, its final norm and its head.
+    """
+
+    scheme: ClassVar[str] = "draft"
+
+    model: str | None = None
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        Speculation.__post_init__(self)
+        if (self.model is None) == (self.layers is None):
+            raise ConfigError(
+                f"model={self.model!r} and layers={self.layers!r}: a draft is either another model or the target's "
+                "first layers. Set exactly one of them."
+            )
+        _check_at_least("layers", self.layers, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ngram(Speculation):
+    """Prompt lookup: what followed the last tokens when they occurred before, in prompt or output.
+
+    Attributes:
+        max_ngram: longest run of last tokens that is looked up; the longest that is found counts.
+        min_ngram: shortest one.
+    """
+
+    scheme: ClassVar[str] = "ngram"
+
+    max_ngram: int = 4
+    min_ngram: int = 2
+
+    def __post_init__(self) -> None:
+        Speculation.__post_init__(self)
+        _check_at_least("min_ngram", self.min_ngram, 1)
+        _check_at_least("max_ngram", self.max_ngram, self.min_ngram)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +128,7 @@ class EngineConfig:
         enable_prefix_caching: keep full pages of finished requests for prompts that begin the same way.
         logprobs_mode: what ``SamplingParams.logprobs`` reports, named as in vLLM: before (``raw``) or after
             (``processed``) penalties, bias, temperature and truncation; log-probabilities or logits.
+        speculation: the scheme that proposes drafts, e.g. ``Ngram()`` or ``DraftModel(layers=8)``. None: plain decoding.
         seed: of the generator that draws a seed for requests that have none. None: from the system.
     """
 
@@ -53,6 +144,7 @@ class EngineConfig:
     kv_cache_fraction: float = 0.3
     enable_prefix_caching: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
+    speculation: Speculation | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +158,8 @@ class EngineConfig:
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_at_least("page_size", self.page_size, 1)
         _check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        if self.speculation is not None and not self.speculation.scheme:
+            raise ConfigError(f"speculation={self.speculation!r}: must be a scheme's settings or None")
         if not 0.0 < self.kv_cache_fraction <= 1.0:
             raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction}: must be above 0 and at most 1")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -19,6 +19,7 @@ __all__ = [
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
+    "SpeculationStats",
 ]
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -56,6 +57,8 @@ class SamplingParams:
         seed: makes the output reproducible, whatever else runs beside it. None: the engine draws one.
         logprobs: return the log-probability of each token and of this many most likely ones. None: none.
         skip_special_tokens: leave special tokens out of the text.
+        speculate: let the engine's speculation scheme propose drafts for this request.
+        num_drafts: at most so many drafts a step for this request. None: as many as the engine proposes.
     """
 
     n: int = 1
@@ -76,6 +79,8 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    speculate: bool = True
+    num_drafts: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -96,7 +101,9 @@ class SamplingParams:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        if self.num_drafts is not None:
+            _check_int("num_drafts", self.num_drafts, 0, None, hint="0 proposes none")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be true or false", name)
 
@@ -181,6 +188,81 @@ class Logprob:
 
 
 @dataclass(slots=True)
+class SpeculationStats:
+    """What became of drafts, for one request or for the engine. Only emitted tokens count: not what a stop cut off.
+
+    Attributes:
+        scheme: the scheme's name, ``none`` for plain decoding.
+        num_drafts: most drafts a step.
+        exact: False where the verification rule is lossy.
+        num_steps: steps that verified at least one draft.
+        num_drafted: drafts proposed.
+        num_accepted: drafts accepted and emitted.
+        num_emitted: tokens emitted by those steps, the target's own included.
+        drafted_at: how often there was a draft at each position of a proposal.
+        accepted_at: how often it was accepted and emitted.
+    """
+
+    scheme: str = "none"
+    num_drafts: int = 0
+    exact: bool = True
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_emitted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def record(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
+        """Count one step of one sequence: drafts proposed, drafts emitted, tokens emitted."""
+        if num_drafted == 0:
+            return
+        self.num_steps += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        self.num_emitted += num_emitted
+        missing = num_drafted - len(self.drafted_at)
+        self.drafted_at.extend([0] * missing)
+        self.accepted_at.extend([0] * missing)
+        for position in range(num_drafted):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < num_accepted
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens a step, the target's own included; None before the first step that verified a draft."""
+        return self.num_emitted / self.num_steps if self.num_steps else None
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Joint acceptance: how often the draft at each position was accepted, of the times there was one."""
+        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def conditional_acceptance_by_position(self) -> list[float]:
+        """As above, of the times that every draft before it was accepted and there was one at this position."""
+        reached = [
+            self.drafted_at[:1],
+            [min(a, d) for a, d in zip(self.accepted_at, self.drafted_at[1:], strict=False)],
+        ]
+        return [a / r if r else 0.0 for a, r in zip(self.accepted_at, [*reached[0], *reached[1]], strict=True)]
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON output."""
+        return {
+            "scheme": self.scheme,
+            "num_drafts": self.num_drafts,
+            "exact": self.exact,
+            "num_steps": self.num_steps,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+            "mean_accepted_length": self.mean_accepted_length,
+            "acceptance_by_position": self.acceptance_by_position,
+            "conditional_acceptance_by_position": self.conditional_acceptance_by_position,
+        }
+
+
+@dataclass(slots=True)
 class RequestStats:
     """Timings of one request, in seconds on the monotonic clock unless the name says otherwise.
 
@@ -193,6 +275,7 @@ class RequestStats:
         num_cached_tokens: prompt tokens found in the prefix cache (of the last prefill).
         num_steps: engine steps that gave this request at least one token.
         num_preemptions: how often it lost its pages and was computed again.
+        speculation: what became of its drafts.
     """
 
     arrival_time: float = 0.0
@@ -203,6 +286,7 @@ class RequestStats:
     num_cached_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
     def ttft_ms(self) -> float | None:
@@ -230,6 +314,7 @@ class RequestStats:
 class CompletionOutput:
     """One completion. ``logprobs[i]`` maps token ids to :class:`Logprob` for ``token_ids[i]``.
 
+    ``is_draft[i]`` says that ``token_ids[i]`` was an accepted draft, ``text_ends[i]`` how long the text was after it.
     ``finish_reason`` is None while the completion runs. ``stop_reason`` is the stop string or stop token id that ended
     it, None for EOS and for ``length``.
     """
@@ -238,6 +323,8 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
+    is_draft: list[bool] = field(default_factory=list)
+    text_ends: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 

@@ -7,11 +7,10 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pilotfish.attention import KVShape
 from pilotfish.config import EngineConfig
 from pilotfish.errors import ConfigError
 
-__all__ = ["Machine", "num_pages", "resolve"]
+__all__ = ["Machine", "resolve"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,12 +45,12 @@ def _free_memory() -> int:
     return max(free, 0)
 
 
-def resolve(config: EngineConfig, kv: KVShape, context_len: int, machine: Machine) -> EngineConfig:
+def resolve(config: EngineConfig, page_bytes: int, context_len: int, machine: Machine) -> EngineConfig:
     """Decide every setting that the user left open. Pure but for logging each decision.
 
     Args:
         config: as the user wrote it.
-        kv: the KV pool's shape for this model.
+        page_bytes: bytes of a KV page over all layers, of target and draft.
         context_len: the model's longest sequence, in tokens.
         machine: what the decision depends on.
 
@@ -66,32 +65,22 @@ def resolve(config: EngineConfig, kv: KVShape, context_len: int, machine: Machin
         )
     memory = config.kv_cache_memory
     if memory is None:
-        most = config.max_num_seqs * _pages_for(max_model_len, kv) * kv.bytes_per_page
+        most = config.max_num_seqs * -(-max_model_len // config.page_size) * page_bytes
         memory = min(int(config.kv_cache_fraction * machine.free_memory), most)
         logger.info(
             "kv_cache_memory=%d: %s", memory,
             "enough for every row's full context" if memory == most
             else f"{config.kv_cache_fraction:g} of the {machine.free_memory} bytes that are free",
         )  # fmt: skip
-    pages = memory // kv.bytes_per_page
-    fits = pages * kv.page_size
+    pages = memory // page_bytes
+    fits = pages * config.page_size
     if fits < max_model_len:
         if config.max_model_len is not None or fits < 2:
             raise ConfigError(
                 f"The KV cache of {memory} bytes holds {fits} tokens; one request of max_model_len={max_model_len} "
-                f"tokens needs {_pages_for(max_model_len, kv) * kv.bytes_per_page} bytes. "
+                f"tokens needs {-(-max_model_len // config.page_size) * page_bytes} bytes. "
                 f"Raise kv_cache_memory or lower max_model_len."
             )
         logger.warning("max_model_len=%d, not the model's %d: the KV cache holds no more", fits, max_model_len)
         max_model_len = fits
     return replace(config, max_model_len=max_model_len, kv_cache_memory=memory)
-
-
-def num_pages(config: EngineConfig, kv: KVShape) -> int:
-    """Pages in the pool of a resolved config."""
-    assert config.kv_cache_memory is not None
-    return config.kv_cache_memory // kv.bytes_per_page
-
-
-def _pages_for(num_tokens: int, kv: KVShape) -> int:
-    return -(-num_tokens // kv.page_size)

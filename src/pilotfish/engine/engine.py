@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pilotfish.config import EngineConfig
 from pilotfish.engine.request import Completion, Request
@@ -18,10 +18,10 @@ from pilotfish.errors import RequestError
 from pilotfish.kv import PagePool
 from pilotfish.models import ModelConfig
 from pilotfish.runner import Runner, Segment
-from pilotfish.sampling import LogitsRow, SampleResult, SamplerState, sample
-from pilotfish.speculation import Proposal, Proposer, accept_chain
+from pilotfish.sampling import SamplerState
+from pilotfish.speculation import Candidate, CommittedRow, DraftRow, Outcome, Proposal, Proposer, verify
 from pilotfish.text import Detokenizer, StopStringMatcher, Tokenizer
-from pilotfish.types import CompletionOutput, RequestOutput, RequestStats, SamplingParams
+from pilotfish.types import CompletionOutput, RequestOutput, RequestStats, SamplingParams, SpeculationStats
 
 __all__ = ["Engine", "EngineStats"]
 
@@ -40,6 +40,7 @@ class EngineStats:
         num_preemptions: rows that lost their pages.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
         prefix_cache_hits: prompt tokens found there.
+        speculation: what became of all drafts.
     """
 
     num_steps: int = 0
@@ -48,6 +49,7 @@ class EngineStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 class Engine:
@@ -61,7 +63,8 @@ class Engine:
         tokenizer: of the target.
         runner: batch to logits.
         pool: pages of target and draft.
-        proposer: the speculation scheme.
+        proposer: the speculation scheme at work.
+        draft_has_kv: it keeps KV of its own in the pages.
         clock: monotonic seconds, for the requests' timings.
     """
 
@@ -74,6 +77,7 @@ class Engine:
         runner: Runner,
         pool: PagePool,
         proposer: Proposer,
+        draft_has_kv: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert config.max_model_len is not None
@@ -83,10 +87,15 @@ class Engine:
         self.runner = runner
         self.pool = pool
         self.proposer = proposer
-        self.stats = EngineStats()
+        self.stats = EngineStats(speculation=self._speculation_stats())
         self.max_model_len = config.max_model_len
         self.scheduler = Scheduler(
-            pool, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            pool,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=config.max_model_len,
+            draft_has_kv=draft_has_kv,
+            decode_only_drafts=config.speculation is not None and config.speculation.decode_only_batches,
         )
         self._clock = clock
         self._seeds = random.Random(config.seed)
@@ -118,7 +127,7 @@ class Engine:
             RequestError: it cannot be served. Nothing has changed then.
         """
         prompt_ids = self._check_request(request_id, prompt_token_ids, params)
-        stats = RequestStats(arrival_time=self._clock())
+        stats = RequestStats(arrival_time=self._clock(), speculation=self._speculation_stats())
         output = RequestOutput(request_id, prompt, prompt_ids, outputs=[], stats=stats)
         request = Request(params, output)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
@@ -146,55 +155,74 @@ class Engine:
         Returns:
             The requests that got tokens, each with all of its output so far. The objects are updated by later steps.
         """
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(self._drafts_wanted)
         if not scheduled:
             return []
-        proposal = self.proposer.propose(scheduled)
+        proposal = self.proposer.propose([self._draft_row(item) for item in scheduled])
         logits = self.runner.forward(_segments(scheduled, proposal))
-        chosen = sample(logits, self._logits_rows(scheduled, proposal), self.runner.ops, self.config.logprobs_mode)
-        return self._commit(scheduled, proposal, chosen)
+        candidates = self._candidates(scheduled, proposal)
+        outcomes = verify(logits, candidates, self.config.speculation, self.runner.ops, self.config.logprobs_mode)
+        return self._commit(scheduled, proposal, outcomes)
 
-    def _logits_rows(self, scheduled: Sequence[ScheduledRow], proposal: Proposal) -> list[LogitsRow]:
-        """One row of logits per draft and one for the bonus token, each with the history before it."""
+    def _drafts_wanted(self, row: Row) -> int:
+        """Most drafts that a decoding row can use: the bonus token comes after them, within ``max_tokens``."""
+        settings, completion = self.config.speculation, self._completions[row]
+        params = completion.request.params
+        if settings is None or not params.speculate:
+            return 0
+        wanted = settings.num_drafts if params.num_drafts is None else min(params.num_drafts, settings.num_drafts)
+        return min(wanted, completion.max_tokens - len(completion.output.token_ids) - 1)
+
+    def _draft_row(self, item: ScheduledRow) -> DraftRow:
+        row = item.row
+        return DraftRow(row.index, row.token_ids, row.pages, self._completions[row].sampler, item.max_drafts)
+
+    def _candidates(self, scheduled: Sequence[ScheduledRow], proposal: Proposal) -> list[Candidate]:
         return [
-            LogitsRow(self._completions[item.row].sampler, drafts[:position])
-            for item, drafts in zip(scheduled, proposal.tokens, strict=True)
+            Candidate(self._completions[item.row].sampler, drafts, probs)
+            for item, drafts, probs in zip(scheduled, proposal.tokens, proposal.probs, strict=True)
             if item.samples
-            for position in range(len(drafts) + 1)
         ]
 
     def _commit(
-        self, scheduled: Sequence[ScheduledRow], proposal: Proposal, chosen: SampleResult
+        self, scheduled: Sequence[ScheduledRow], proposal: Proposal, outcomes: Sequence[Outcome]
     ) -> list[RequestOutput]:
-        """Accept drafts, hand out tokens, record what the KV cache now holds."""
+        """Hand out tokens, record what the KV cache now holds, tell the proposer."""
         now = self._clock()
         self.stats.num_steps += 1
         self.stats.num_preemptions = self.scheduler.num_preemptions
         progressed: dict[str, RequestOutput] = {}
-        first = 0  # of the sequence's rows in `chosen`
+        committed: list[CommittedRow] = []
+        remaining = iter(outcomes)
         for item, drafts in zip(scheduled, proposal.tokens, strict=True):
-            completion = self._completions[item.row]
+            row, completion = item.row, self._completions[item.row]
+            index, pages = row.index, row.pages  # given up where the sequence finishes
             self._count_prompt(item, completion, now)
             num_computed = item.start + item.num_tokens
-            if not item.samples:
-                self.scheduler.commit(item.row, num_computed)
-                continue
-            last = first + len(drafts) + 1
-            verdict = accept_chain(drafts, chosen.token_ids[first:last])
-            logprobs = None if chosen.logprobs is None else chosen.logprobs[first:last]
-            first = last
-            had_tokens = bool(completion.output.token_ids)
-            taken = completion.append([*drafts[: verdict.num_accepted], verdict.bonus], logprobs)
-            # The bonus token has no KV yet; drafts cut off by a stop have one that no one will read.
-            self.scheduler.commit(item.row, num_computed + min(verdict.num_accepted, taken))
-            self._count_tokens(completion, taken, now)
-            output = completion.request.output
-            progressed[output.request_id] = output
-            if not had_tokens and completion.output.index == 0:
-                self.scheduler.add((c.row for c in completion.request.completions[1:]), first=True)
+            if item.samples:
+                outcome = next(remaining)
+                had_tokens = bool(completion.output.token_ids)
+                taken = completion.append(outcome.token_ids, outcome.logprobs, outcome.num_accepted)
+                # The bonus token has no KV yet; drafts cut off by a stop have one that no one will read.
+                num_computed += min(outcome.num_accepted, taken)
+                self._count_tokens(completion, len(drafts), outcome, taken, now)
+                progressed[completion.request.output.request_id] = completion.request.output
+                if not had_tokens and completion.output.index == 0:
+                    self.scheduler.add((c.row for c in completion.request.completions[1:]), first=True)
+            self.scheduler.commit(row, num_computed)
+            committed.append(
+                CommittedRow(index, row.token_ids, pages, item.start, num_computed, len(drafts), completion.is_finished)
+            )
             if completion.is_finished:
                 self._retire(completion)
+        self.proposer.observe(committed)
         return list(progressed.values())
+
+    def _speculation_stats(self) -> SpeculationStats:
+        settings = self.config.speculation
+        if settings is None:
+            return SpeculationStats()
+        return SpeculationStats(settings.scheme, settings.num_drafts, exact=settings.verify != "threshold")
 
     def _retire(self, completion: Completion) -> None:
         """Give back what a finished completion holds, and close its request after the last one."""
@@ -219,9 +247,13 @@ class Engine:
                 stats.num_cached_tokens = row.num_cached
         self.stats.num_prompt_tokens += item.num_tokens
 
-    def _count_tokens(self, completion: Completion, taken: int, now: float) -> None:
+    def _count_tokens(self, completion: Completion, num_drafts: int, outcome: Outcome, taken: int, now: float) -> None:
         self.stats.num_generation_tokens += taken
         stats = completion.request.output.stats
+        # Of a run that a stop cut short, only the drafts that were emitted count.
+        cut = taken <= outcome.num_accepted
+        for target in (stats.speculation, self.stats.speculation):
+            target.record(taken if cut else num_drafts, min(outcome.num_accepted, taken), taken)
         if stats.first_token_time is None:
             stats.first_token_time = now
         stats.last_token_time = now

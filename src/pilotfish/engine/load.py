@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 
 import torch
@@ -10,16 +11,17 @@ import torch
 from pilotfish.attention import KVShape
 from pilotfish.attention.reference import ReferenceAttention
 from pilotfish.config import BackendName, EngineConfig
-from pilotfish.engine.config import Machine, num_pages, resolve
+from pilotfish.engine.config import Machine, resolve
 from pilotfish.engine.engine import Engine
 from pilotfish.errors import BackendError
 from pilotfish.kv import PagePool
-from pilotfish.models import Model, build_model, expected_tensors
+from pilotfish.models import Model, ModelConfig, build_model, expected_tensors
 from pilotfish.models.checkpoint import Checkpoint, Progress, load_weights, resolve_model
 from pilotfish.ops import Ops
 from pilotfish.ops.reference import TorchOps
 from pilotfish.runner import BatchBuilder, EagerRunner, Runner
-from pilotfish.speculation import NoProposer
+from pilotfish.speculation import SpeculationContext, load_scheme
+from pilotfish.text import Tokenizer
 
 __all__ = ["load_engine"]
 
@@ -45,41 +47,70 @@ def load_engine(
     """
     config = config or EngineConfig()
     checkpoint = resolve_model(model, dtype=config.dtype, cache=use_cache, progress=progress)
-    try:
-        return _build_engine(checkpoint, config, progress)
-    finally:
-        checkpoint.close()
+    with closing(checkpoint):
+        return _build_engine(checkpoint, config, use_cache, progress)
 
 
-def _build_engine(checkpoint: Checkpoint, config: EngineConfig, progress: Progress | None) -> Engine:
-    model_config = checkpoint.config
-    kv = KVShape(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        num_q_heads=model_config.num_q_heads,
-        head_dim=model_config.head_dim,
-        page_size=config.page_size,
-        dtype=checkpoint.dtype,
-    )
+def _build_engine(checkpoint: Checkpoint, config: EngineConfig, use_cache: bool, progress: Progress | None) -> Engine:
     machine = Machine.detect()
     config = replace(config, backend=_choose_backend(config), threads=config.threads or machine.num_cpus)
     ops = _make_ops(config, checkpoint.dtype)
-    weights = load_weights(checkpoint, expected_tensors(model_config))
-    if progress is not None:
-        progress("packing weights", 0.0)
-    model = build_model(model_config, weights, ops, config.max_model_len)
-    if progress is not None:
-        progress("packing weights", 1.0)
+    target = _load_model(checkpoint, ops, config.max_model_len, progress)
+    tokenizer = checkpoint.load_tokenizer()
+
+    def load_draft(name: str) -> tuple[Model, Tokenizer]:
+        with closing(resolve_model(name, dtype=config.dtype, cache=use_cache, progress=progress)) as draft:
+            return _load_model(draft, ops, config.max_model_len, progress), draft.load_tokenizer()
+
+    context = SpeculationContext(target, tokenizer, ops, load_draft)
+    scheme = load_scheme(config.speculation, context)
+    shapes = [_kv_shape(model.config, config.page_size, ops.dtype) for model in (target, scheme.model) if model]
     # After the weights, so that what is free is free for pages.
-    config = resolve(config, kv, model_config.max_position_embeddings, Machine.detect())
-    pool = PagePool(num_pages(config, kv), config.page_size, enable_prefix_caching=config.enable_prefix_caching)
+    page_bytes = sum(shape.bytes_per_page for shape in shapes)
+    config = resolve(config, page_bytes, target.config.max_position_embeddings, Machine.detect())
+    assert config.kv_cache_memory is not None
+    pool = PagePool(
+        config.kv_cache_memory // page_bytes, config.page_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    num_drafts = config.speculation.num_drafts if config.speculation is not None else 0
+    max_logits = min(config.max_num_batched_tokens, config.max_num_seqs * (num_drafts + 1))
+    runner = _make_runner(config, target, ops, shapes[0], pool.num_pages, config.max_num_batched_tokens, max_logits)
+    draft_runner = None
+    if scheme.model is not None:
+        # A step's tokens, and a bonus token for each row.
+        max_tokens = config.max_num_batched_tokens + config.max_num_seqs
+        draft_runner = _make_runner(
+            config, scheme.model, ops, shapes[1], pool.num_pages, max_tokens, config.max_num_seqs
+        )
     return Engine(
         config=config,
-        model_config=model_config,
-        tokenizer=checkpoint.load_tokenizer(),
-        runner=_make_runner(config, model, ops, kv, pool.num_pages),
+        model_config=target.config,
+        tokenizer=tokenizer,
+        runner=runner,
         pool=pool,
-        proposer=NoProposer(),
+        proposer=scheme.start(draft_runner),
+        draft_has_kv=draft_runner is not None,
+    )
+
+
+def _load_model(checkpoint: Checkpoint, ops: Ops, max_model_len: int | None, progress: Progress | None) -> Model:
+    weights = load_weights(checkpoint, expected_tensors(checkpoint.config))
+    if progress is not None:
+        progress("packing weights", 0.0)
+    model = build_model(checkpoint.config, weights, ops, max_model_len)
+    if progress is not None:
+        progress("packing weights", 1.0)
+    return model
+
+
+def _kv_shape(config: ModelConfig, page_size: int, dtype: torch.dtype) -> KVShape:
+    return KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        num_q_heads=config.num_q_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=dtype,
     )
 
 
@@ -116,9 +147,11 @@ def _make_ops(config: EngineConfig, dtype: torch.dtype) -> Ops:
     return NativeOps(dtype, _native.Team(config.threads), fastest_path(config.isa))
 
 
-def _make_runner(config: EngineConfig, model: Model, ops: Ops, kv: KVShape, num_pages: int) -> Runner:
+def _make_runner(
+    config: EngineConfig, model: Model, ops: Ops, kv: KVShape, num_pages: int, max_tokens: int, max_logits: int
+) -> Runner:
     assert config.max_model_len is not None
-    limits = {"max_tokens": config.max_num_batched_tokens, "max_seqs": config.max_num_seqs}
+    limits = {"max_tokens": max_tokens, "max_seqs": config.max_num_seqs}
     builder = BatchBuilder(**limits, max_model_len=config.max_model_len, page_size=config.page_size)
     if config.backend == "torch":
         return EagerRunner(model, ops, ReferenceAttention(kv, num_pages), builder)
@@ -128,4 +161,4 @@ def _make_runner(config: EngineConfig, model: Model, ops: Ops, kv: KVShape, num_
 
     assert isinstance(ops, NativeOps)
     attention = NativeAttention(ops, kv, num_pages, **limits, max_kv_len=config.max_model_len)
-    return RecordedRunner(model, ops, attention, builder, max_logits=config.max_num_seqs)
+    return RecordedRunner(model, ops, attention, builder, max_logits=max_logits)

@@ -51,22 +51,26 @@ class Completion:
         min_tokens = self.request.params.min_tokens
         return min_tokens == 0 or len(self.output.token_ids) > min_tokens
 
-    def append(self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None] | None) -> int:
+    def append(
+        self, token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None, num_drafts: int = 0
+    ) -> int:
         """Take the tokens of one step in order, up to the first that ends the completion.
 
         Args:
             token_ids: the tokens.
-            logprobs: of each token, for a completion that asked for them; may be longer than ``token_ids``.
+            logprobs: of each token, for a completion that asked for them.
+            num_drafts: how many of the first tokens are accepted drafts.
 
         Returns:
             How many were taken.
         """
         for count, token_id in enumerate(token_ids, start=1):
             if self.output.logprobs is not None:
-                entry = logprobs[count - 1] if logprobs is not None else None
-                assert entry is not None
-                self.output.logprobs.append(self._with_text(entry))
+                assert logprobs is not None
+                self.output.logprobs.append(self._with_text(logprobs[count - 1]))
             self._append_one(token_id)
+            self.output.is_draft.append(count <= num_drafts)
+            self.output.text_ends.append(len(self.output.text))
             if self.is_finished:
                 return count
         return len(token_ids)

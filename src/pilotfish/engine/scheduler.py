@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from pilotfish.kv import ROOT, PagePool
 
@@ -59,10 +59,6 @@ class ScheduledRow:
     max_drafts: int = 0
 
     @property
-    def token_ids(self) -> list[int]:
-        return self.row.token_ids
-
-    @property
     def samples(self) -> bool:
         """Whether the step reaches the row's last token, so that its next one is chosen."""
         return self.start + self.num_tokens == len(self.row.token_ids)
@@ -79,6 +75,10 @@ class _Step:
         self.rows[item.row] = item
         self.budget -= item.num_tokens
 
+    def add_drafts(self, item: ScheduledRow, count: int) -> None:
+        self.rows[item.row] = replace(item, max_drafts=count)
+        self.budget -= count
+
     def drop(self, row: Row) -> None:
         item = self.rows.pop(row, None)
         if item is not None:
@@ -91,11 +91,26 @@ class Scheduler:
     Args:
         pool: the pages of target and draft.
         max_num_seqs: most rows that run at once.
-        max_num_batched_tokens: token budget of a step.
+        max_num_batched_tokens: token budget of a step, drafts included.
+        max_model_len: longest sequence.
+        draft_has_kv: the draft runs over the bonus token too, which needs a slot a step before the target's.
+        decode_only_drafts: no drafts in a step that computes a prompt.
     """
 
-    def __init__(self, pool: PagePool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        draft_has_kv: bool = False,
+        decode_only_drafts: bool = False,
+    ) -> None:
         self.pool = pool
+        self.max_model_len = max_model_len
+        self.draft_has_kv = draft_has_kv
+        self.decode_only_drafts = decode_only_drafts
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Row] = deque()
@@ -133,8 +148,12 @@ class Scheduler:
             row._node = index.insert(row._node, tokens, row.pages[page_number])
             row._num_indexed += 1
 
-    def schedule(self) -> list[ScheduledRow]:
-        """Compose the next step. Empty only if no rows are left."""
+    def schedule(self, drafts_wanted: Callable[[Row], int] = lambda row: 0) -> list[ScheduledRow]:
+        """Compose the next step. Empty only if no rows are left.
+
+        Args:
+            drafts_wanted: how many drafts a decoding row can use; it gets as many as budget and free pages allow.
+        """
         step = _Step(self.max_num_batched_tokens)
         preemptions = self.num_preemptions
         for row in sorted(self.running, key=lambda row: (not row.is_decoding, row.arrival)):
@@ -144,6 +163,7 @@ class Scheduler:
                 self._schedule(row, step)
         if self.num_preemptions == preemptions:
             self._admit(step)
+        self._add_drafts(step, drafts_wanted)
         return list(step.rows.values())
 
     def _schedule(self, row: Row, step: _Step) -> None:
@@ -178,6 +198,20 @@ class Scheduler:
             row.index = heapq.heappop(self._free_indices)
             self.running.append(row)
             self._schedule(row, step)
+
+    def _add_drafts(self, step: _Step, drafts_wanted: Callable[[Row], int]) -> None:
+        """Give rows room for drafts out of what is left: nobody waits or is preempted for a guess."""
+        drafting = not self.decode_only_drafts or all(row.is_decoding for row in step.rows)
+        for row, item in list(step.rows.items()):
+            if not item.samples:
+                continue
+            end = item.start + item.num_tokens
+            wanted = min(drafts_wanted(row), step.budget) if drafting and row.is_decoding else 0
+            len_bound = min(end + wanted + self.draft_has_kv, self.max_model_len)
+            count = min(self.pool.pages_for(len_bound) - len(row.pages), self.pool.num_free)
+            if count > 0:
+                row.pages.extend(self.pool.allocate(count) or [])
+            step.add_drafts(item, max(0, min(wanted, len(row.pages) * self.pool.page_size - end)))
 
     def _preempt(self, row: Row) -> None:
         self._stop(row)

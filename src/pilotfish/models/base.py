@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -29,6 +29,10 @@ class Model(Protocol):
         Writes the tokens' keys and values to the plan's KV pool. Returns the hidden states after the final norm,
         [T, H] in the ops' dtype.
         """
+        ...
+
+    def first_layers(self, num_layers: int) -> Self:
+        """The same model without its later layers: a draft without weights of its own."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ The head's width is its own number: Hq D need not be H.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -90,6 +91,13 @@ class Qwen3:
             gate_up=pack_fused(ops, weights, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
             down=ops.pack_linear(weights[f"{mlp}.down_proj.weight"]),
         )
+
+    def first_layers(self, num_layers: int) -> Qwen3:
+        """The same model without its later layers; shares all weights."""
+        model = copy.copy(self)
+        model.config = replace(self.config, num_layers=num_layers)
+        model._layers = self._layers[:num_layers]
+        return model
 
     def forward(self, batch: ForwardBatch, attention: AttentionPlan) -> Tensor:
         ops, eps = self._ops, self.config.rms_norm_eps

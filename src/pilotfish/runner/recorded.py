@@ -53,6 +53,10 @@ class RecordedRunner:
             )
 
     @property
+    def page_size(self) -> int:
+        return self._builder.page_size
+
+    @property
     def native_ns(self) -> int:
         """Nanoseconds spent in native kernels so far: the model's, and those of its ops that ran one by one."""
         return self._hidden.program.native_ns + self._logits.program.native_ns + self.ops.eager_ns

@@ -24,6 +24,11 @@ class Runner(Protocol):
         """What the sampler computes with."""
         ...
 
+    @property
+    def page_size(self) -> int:
+        """Tokens in a KV page."""
+        ...
+
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         """Compute the segments' tokens, write their KV, and return float32 [R, V] logits of the rows asked for.
 
@@ -40,6 +45,10 @@ class EagerRunner:
         self._model = model
         self._attention = attention
         self._builder = builder
+
+    @property
+    def page_size(self) -> int:
+        return self._builder.page_size
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> Tensor:

@@ -2,11 +2,27 @@
 
 One :class:`SamplerState` a completion holds what its parameters need; one :class:`LogitsRow` says which position of
 it a row of logits belongs to. :func:`sample` chooses tokens, :func:`process_logits` and :func:`softmax_probs` give the
-distribution that they are chosen from.
+distribution that they are chosen from, :mod:`pilotfish.sampling.accept` says which drafts are kept.
 """
 
+from pilotfish.sampling.accept import Verdict, accept_chain, accept_tree, reject_chain, reject_tree, threshold_chain
 from pilotfish.sampling.process import process_logits, softmax_probs
-from pilotfish.sampling.sampler import SampleResult, sample
+from pilotfish.sampling.sampler import SampleResult, logprobs_of, noise_keys, sample
 from pilotfish.sampling.state import LogitsRow, SamplerState
 
-__all__ = ["LogitsRow", "SampleResult", "SamplerState", "process_logits", "sample", "softmax_probs"]
+__all__ = [
+    "LogitsRow",
+    "SampleResult",
+    "SamplerState",
+    "Verdict",
+    "accept_chain",
+    "accept_tree",
+    "logprobs_of",
+    "noise_keys",
+    "process_logits",
+    "reject_chain",
+    "reject_tree",
+    "sample",
+    "softmax_probs",
+    "threshold_chain",
+]

@@ -13,11 +13,11 @@ from torch import Tensor
 from pilotfish.config import LogprobsMode
 from pilotfish.ops.base import NoiseKeys, Ops
 from pilotfish.sampling.logprobs import row_logprobs
-from pilotfish.sampling.process import edit_row, scale_row
+from pilotfish.sampling.process import edit_row, process_logits, scale_row
 from pilotfish.sampling.state import LogitsRow
 from pilotfish.types import Logprob
 
-__all__ = ["SampleResult", "noise_keys", "sample"]
+__all__ = ["SampleResult", "logprobs_of", "noise_keys", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,26 @@ def sample(
         top_n = rows[i].state.params.logprobs or 0
         logprobs[i] = row_logprobs(values, token_ids[i], top_n, normalise=normalise)
     return SampleResult(token_ids, logprobs)
+
+
+def logprobs_of(
+    logits: Tensor, rows: Sequence[LogitsRow], token_ids: Sequence[int], logprobs_mode: LogprobsMode
+) -> list[dict[int, Logprob]]:
+    """Log-probabilities of tokens that were not chosen by :func:`sample`, as it would report them.
+
+    Args:
+        logits: float32 [R, V], not processed; overwritten by the processed modes.
+        rows: [R].
+        token_ids: of the first rows, at most R.
+        logprobs_mode: what to report.
+    """
+    if logprobs_mode.startswith("processed"):
+        logits = process_logits(logits, rows)
+    normalise = logprobs_mode.endswith("logprobs")
+    return [
+        row_logprobs(values.cpu().numpy(), token, row.state.params.logprobs or 0, normalise=normalise)
+        for values, row, token in zip(logits, rows, token_ids, strict=False)
+    ]
 
 
 def _choose(logits: Tensor, rows: Sequence[LogitsRow], inverse_temperatures: list[float], ops: Ops) -> list[int]:

@@ -3,78 +3,135 @@
 Every step is: propose, forward, accept, commit. A scheme says only what it proposes; plain decoding is the scheme that
 proposes nothing. Drafts live in the proposal until commit, so a rejected draft leaves nothing to restore: its KV entry
 is overwritten by the next step.
+
+A scheme is a module of this package, named as ``Speculation.scheme`` of its settings, with one function
+``load(settings, context) -> Scheme``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["NoProposer", "Proposal", "ProposalRow", "Proposer", "Verdict", "accept_chain"]
+from torch import Tensor
+
+from pilotfish.models import Model
+from pilotfish.ops import Ops
+from pilotfish.runner import Runner
+from pilotfish.sampling import SamplerState
+from pilotfish.text import Tokenizer
+
+__all__ = ["CommittedRow", "DraftRow", "NoProposer", "Proposal", "Proposer", "Scheme", "SpeculationContext"]
 
 
-class ProposalRow(Protocol):
-    """What a scheme sees of a scheduled sequence."""
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """What a scheme sees of a scheduled sequence.
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Prompt and output so far."""
-        ...
+    Attributes:
+        index: its place in the page table.
+        token_ids: prompt and output so far; not to be written to.
+        pages: its KV pages, shared by target and draft.
+        sampler: how its tokens are chosen.
+        max_drafts: most drafts that there is room for; 0 while its prompt is not yet computed.
+    """
 
-    @property
-    def max_drafts(self) -> int:
-        """Most drafts that the scheduler has made room for; 0 while the prompt is not yet computed."""
-        ...
+    index: int
+    token_ids: Sequence[int]
+    pages: list[int]
+    sampler: SamplerState
+    max_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRow:
+    """What a step made of a sequence.
+
+    Attributes:
+        index: its place in the page table (maybe given up by now: the sequence may have finished).
+        token_ids: prompt and output, accepted drafts and bonus token included.
+        pages: the pages it had in this step.
+        start: tokens that were in the target's KV before the step.
+        num_computed: leading tokens that are in the target's KV now.
+        num_drafts: drafts that were proposed for it.
+        finished: it will not be scheduled again.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    pages: list[int]
+    start: int
+    num_computed: int
+    num_drafts: int
+    finished: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Draft tokens of one step: ``tokens[s]`` are the drafts of the s-th scheduled sequence, maybe none."""
+    """Drafts of one step.
+
+    Attributes:
+        tokens: ``tokens[s]`` are the drafts of the s-th row, maybe none.
+        probs: ``probs[s]`` are the distributions that they were drawn from, float32 [K, V]; None: each draft was
+            certain. Must be the very distributions, or rejection is not exact.
+    """
 
     tokens: Sequence[Sequence[int]]
+    probs: Sequence[Tensor | None]
 
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the target said of one sequence's drafts: how many it accepted, and its own next token."""
-
-    num_accepted: int
-    bonus: int
+    @classmethod
+    def empty(cls, num_rows: int) -> Proposal:
+        return cls([()] * num_rows, [None] * num_rows)
 
 
 class Proposer(Protocol):
-    """A speculation scheme."""
+    """A speculation scheme at work."""
 
-    name: str
-
-    def propose(self, rows: Sequence[ProposalRow]) -> Proposal:
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Propose at most ``max_drafts`` tokens for each row."""
+        ...
+
+    def observe(self, rows: Sequence[CommittedRow]) -> None:
+        """Learn what the step made of the rows that :meth:`propose` saw, in the same order."""
         ...
 
 
 class NoProposer:
     """Plain decoding: an empty proposal through the same loop."""
 
-    name = "none"
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        return Proposal.empty(len(rows))
 
-    def propose(self, rows: Sequence[ProposalRow]) -> Proposal:
-        return Proposal(tokens=[()] * len(rows))
+    def observe(self, rows: Sequence[CommittedRow]) -> None:
+        pass
 
 
-def accept_chain(drafts: Sequence[int], target_tokens: Sequence[int]) -> Verdict:
-    """Coupled verification of a chain: keep drafts while they equal what the target chose at their position.
+@dataclass(frozen=True, slots=True)
+class SpeculationContext:
+    """What a scheme may build on.
 
-    The target's choice is its argmax under the position's own noise, so the tokens that come out are those of plain
-    decoding, whatever was proposed (Daliri, Musco, Suresh, "Coupling without communication and drafter-invariant
-    speculative decoding").
-
-    Args:
-        drafts: K proposed tokens.
-        target_tokens: K + 1 tokens that the target chose, the j-th given the first j drafts.
+    Attributes:
+        target: the target.
+        tokenizer: the target's.
+        ops: of the backend.
+        load_model: another checkpoint by name, packed for the same ops: its model and tokenizer.
     """
-    assert len(target_tokens) == len(drafts) + 1
-    num_accepted = 0
-    while num_accepted < len(drafts) and drafts[num_accepted] == target_tokens[num_accepted]:
-        num_accepted += 1
-    return Verdict(num_accepted, target_tokens[num_accepted])
+
+    target: Model
+    tokenizer: Tokenizer
+    ops: Ops
+    load_model: Callable[[str], tuple[Model, Tokenizer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A scheme that is loaded but has no KV pool yet.
+
+    Attributes:
+        model: a draft model that needs a pool and a runner of its own, or None.
+        start: makes the proposer, given that runner (None if there is no model).
+    """
+
+    model: Model | None
+    start: Callable[[Runner | None], Proposer]

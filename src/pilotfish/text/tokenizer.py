@@ -100,6 +100,14 @@ class Tokenizer:
         )
         return text
 
+    def tokens(self) -> list[str | None]:
+        """Every token by id, as the vocabulary spells it; None where an id has none."""
+        by_token: dict[str, int] = self._hf.get_vocab()
+        tokens: list[str | None] = [None] * (max(by_token.values(), default=-1) + 1)
+        for token, token_id in by_token.items():
+            tokens[token_id] = token
+        return tokens
+
     def token_text(self, token_id: int) -> str:
         """The text that a token adds within a sequence, special tokens by name.
 

@@ -1,0 +1,197 @@
+"""Draft-target: a small LLM proposes, whose KV pool has the target's pages.
+
+The draft has always seen every token that the target has, and one more: after a step it runs over the tokens that are
+new to it, the bonus token last, and the logits it gives there are carried to the next step, where they choose the first
+draft at once. K - 1 further forwards choose the others. A rejected draft's KV is overwritten by what came instead.
+
+Drafts are chosen as the target chooses: the same processing of logits with the same history, and the same noise. Equal
+distributions so give equal tokens (coupled verification), and q is what rejection needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pilotfish.config import DraftModel, Speculation
+from pilotfish.errors import ConfigError
+from pilotfish.models import Model
+from pilotfish.ops import Ops
+from pilotfish.runner import Runner, Segment
+from pilotfish.sampling import LogitsRow, process_logits, sample, softmax_probs
+from pilotfish.speculation.base import CommittedRow, DraftRow, Proposal, Proposer, Scheme, SpeculationContext
+from pilotfish.text import Tokenizer
+
+__all__ = ["DraftProposer", "check_same_vocabulary", "load"]
+
+
+def load(settings: Speculation, context: SpeculationContext) -> Scheme:
+    """See :mod:`pilotfish.speculation.base`.
+
+    Raises:
+        ConfigError: the draft's vocabulary is not the target's, or ``layers`` is more than the target has.
+        CheckpointError: the draft cannot be loaded.
+    """
+    assert isinstance(settings, DraftModel)
+    vocab_size = context.target.config.vocab_size
+    if settings.layers is not None:
+        model = _first_layers(context.target, settings.layers)
+        num_tokens = vocab_size
+    else:
+        assert settings.model is not None
+        model, tokenizer = context.load_model(settings.model)
+        num_tokens = check_same_vocabulary(context.tokenizer, tokenizer, settings.model)
+    num_tokens = min(num_tokens, vocab_size, model.config.vocab_size)
+    draft = model
+
+    def start(runner: Runner | None) -> Proposer:
+        assert runner is not None
+        max_len = draft.rope.cos.shape[0]
+        return DraftProposer(runner, vocab_size, num_tokens, max_len, with_probs=settings.verify == "rejection")
+
+    return Scheme(model=model, start=start)
+
+
+def _first_layers(target: Model, layers: int) -> Model:
+    total = target.config.num_layers
+    if layers >= total:
+        raise ConfigError(f"layers={layers}: the target has {total} layers. A draft of its first ones has fewer.")
+    return target.first_layers(layers)
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> int:
+    """The number of tokens that both have, if they are the same ones.
+
+    Raises:
+        ConfigError: naming the first id whose tokens differ.
+    """
+    ours, theirs = target.tokens(), draft.tokens()
+    if ours == theirs:
+        return len(ours)
+    for token_id in range(max(len(ours), len(theirs))):
+        a = ours[token_id] if token_id < len(ours) else None
+        b = theirs[token_id] if token_id < len(theirs) else None
+        if a != b:
+            raise ConfigError(
+                f"The draft {name} has another vocabulary than the target: token {token_id} is {b!r} there and {a!r} "
+                "here. A draft must have the target's own tokenizer."
+            )
+    return len(ours)
+
+
+@dataclass(slots=True)
+class _Carry:
+    """What the draft knows of a sequence: its pages tell a new sequence in the same row.
+
+    ``length`` tokens are in the draft's KV; ``logits`` [V] are those after the last one, if it is the sequence's last.
+    """
+
+    pages: list[int]
+    length: int
+    logits: Tensor | None = None
+
+
+class DraftProposer:
+    """See the module.
+
+    Args:
+        runner: of the draft model, over a KV pool with the target's page numbers.
+        vocab_size: V, of the target.
+        num_tokens: ids from here on are padding of the draft's vocabulary, never proposed.
+        max_len: the draft's own context limit; beyond it decoding goes on without drafts.
+        with_probs: give the distributions that drafts were drawn from.
+    """
+
+    def __init__(self, runner: Runner, vocab_size: int, num_tokens: int, max_len: int, *, with_probs: bool) -> None:
+        self._runner = runner
+        self._vocab_size = vocab_size
+        self._num_tokens = num_tokens
+        self._max_len = max_len
+        self._with_probs = with_probs
+        self._carries: dict[int, _Carry] = {}
+
+    @property
+    def _ops(self) -> Ops:
+        return self._runner.ops
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        tokens: list[list[int]] = [[] for _ in rows]
+        probs: list[list[Tensor]] = [[] for _ in rows]
+        limits = [self._limit(row) for row in rows]
+        active = [s for s, limit in enumerate(limits) if limit > 0]
+        logits = self._carried([rows[s] for s in active])
+        while active:
+            places = [LogitsRow(rows[s].sampler, tuple(tokens[s])) for s in active]
+            if self._with_probs:
+                q = softmax_probs(process_logits(logits.clone(), places), places)
+                for s, row in zip(active, q, strict=True):
+                    probs[s].append(row)
+            chosen = sample(logits, places, self._ops).token_ids
+            for s, token in zip(active, chosen, strict=True):
+                tokens[s].append(token)
+            active = [s for s in active if len(tokens[s]) < limits[s]]
+            if active:
+                logits = self._forward(
+                    [
+                        Segment(
+                            rows[s].index,
+                            tokens[s][-1:],
+                            len(rows[s].token_ids) + len(tokens[s]) - 1,
+                            rows[s].pages,
+                            1,
+                        )
+                        for s in active
+                    ]
+                )
+        return Proposal(tokens, [torch.stack(q) if q else None for q in probs])
+
+    def observe(self, rows: Sequence[CommittedRow]) -> None:
+        """Run over what is new, so that pages that the prefix cache may hand out hold true entries of the draft too."""
+        segments, carries = [], []
+        for row in rows:
+            carry = self._carries.get(row.index)
+            if carry is None or carry.pages is not row.pages:
+                carry = self._carries[row.index] = _Carry(row.pages, row.start)
+            # Of its own drafts it has seen all but the last one; those that were kept are in place.
+            kept = row.num_computed - carry.length if row.num_drafts else 0
+            carry.length += max(0, min(kept, row.num_drafts - 1))
+            carry.logits = None
+            end = len(row.token_ids) if row.num_computed >= len(row.token_ids) - 1 else row.num_computed
+            if row.finished:
+                end = row.num_computed
+                del self._carries[row.index]
+            end = min(end, self._max_len, len(row.pages) * self._runner.page_size)
+            if end > carry.length:
+                reaches_last = end == len(row.token_ids) and not row.finished
+                segments.append(
+                    Segment(row.index, row.token_ids[carry.length : end], carry.length, row.pages, int(reaches_last))
+                )
+                if reaches_last:
+                    carries.append(carry)
+                carry.length = end
+        if segments:
+            logits = self._forward(segments)
+            for i, carry in enumerate(carries):
+                carry.logits = logits[i].clone()
+
+    def _limit(self, row: DraftRow) -> int:
+        carry = self._carries.get(row.index)
+        if carry is None or carry.pages is not row.pages or carry.logits is None:
+            return 0
+        return min(row.max_drafts, self._max_len - len(row.token_ids))
+
+    def _carried(self, rows: Sequence[DraftRow]) -> Tensor:
+        carried = [self._carries[row.index].logits for row in rows]
+        return torch.stack([x for x in carried if x is not None]) if carried else torch.empty(0, self._vocab_size)
+
+    def _forward(self, segments: Sequence[Segment]) -> Tensor:
+        """Logits over the target's vocabulary: [R, V], -inf for what the draft cannot propose."""
+        logits = self._runner.forward(segments)
+        if logits.shape[1] == self._num_tokens == self._vocab_size:
+            return logits
+        out = torch.full((logits.shape[0], self._vocab_size), -torch.inf)
+        out[:, : self._num_tokens] = logits[:, : self._num_tokens]
+        return out
