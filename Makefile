@@ -11,6 +11,8 @@ CONSTRAINTS ?= constraints-cpu.txt
 VENV_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+DATA ?=
+EQUALITY_ARGS ?=
 PROMPT ?= Explain in three sentences how a pilot fish and a shark help each other.
 
 BIN := $(VENV)/bin
@@ -26,7 +28,7 @@ NATIVE := $(shell find native -type f)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast lint format bench clean distclean
+.PHONY: help setup demo test test-fast lint format bench equality host-time clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS='	' read -r name text; do \
@@ -73,6 +75,12 @@ format: setup ## format and fix what can be fixed
 bench: setup ## speed of decode and prefill beside transformers (BENCH_ARGS="--json")
 	@$(BIN)/python benchmarks/decode.py $(BENCH_ARGS)
 	@$(BIN)/python benchmarks/prefill.py $(BENCH_ARGS)
+
+equality: setup ## greedy output with speculation equals plain output (DATA=FILE of Spec-Bench form, EQUALITY_ARGS)
+	@$(BIN)/python benchmarks/spec_bench_equality.py $(if $(DATA),--data $(DATA)) $(EQUALITY_ARGS)
+
+host-time: setup ## share of a step that the host spends on speculation (BENCH_ARGS="--json")
+	@$(BIN)/python benchmarks/host_time.py $(BENCH_ARGS)
 
 clean: ## remove builds and caches, keep the environment
 	@rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pilotfish.config import EngineConfig
+from pilotfish.config import DraftModel, EngineConfig, Ngram
 from pilotfish.errors import (
     BackendError,
     CheckpointError,
@@ -22,7 +22,14 @@ from pilotfish.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from pilotfish.types import CompletionOutput, Logprob, RequestOutput, RequestStats, SamplingParams
+from pilotfish.types import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    SpeculationStats,
+)
 
 if TYPE_CHECKING:
     from pilotfish.llm import LLM, StreamPiece
@@ -35,13 +42,16 @@ __all__ = [
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "DraftModel",
     "EngineConfig",
     "Logprob",
+    "Ngram",
     "PilotfishError",
     "RequestError",
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
+    "SpeculationStats",
     "StreamPiece",
     "UnsupportedModelError",
 ]

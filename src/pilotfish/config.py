@@ -128,7 +128,8 @@ class EngineConfig:
         enable_prefix_caching: keep full pages of finished requests for prompts that begin the same way.
         logprobs_mode: what ``SamplingParams.logprobs`` reports, named as in vLLM: before (``raw``) or after
             (``processed``) penalties, bias, temperature and truncation; log-probabilities or logits.
-        speculation: the scheme that proposes drafts, e.g. ``Ngram()`` or ``DraftModel(layers=8)``. None: plain decoding.
+        speculation: the scheme that proposes drafts, e.g. ``Ngram()`` or ``DraftModel(layers=8)``. None: plain
+            decoding.
         seed: of the generator that draws a seed for requests that have none. None: from the system.
     """
 

@@ -201,6 +201,7 @@ class SpeculationStats:
         num_emitted: tokens emitted by those steps, the target's own included.
         drafted_at: how often there was a draft at each position of a proposal.
         accepted_at: how often it was accepted and emitted.
+        reached_at: how often there was one, and every draft before it was accepted.
     """
 
     scheme: str = "none"
@@ -212,6 +213,7 @@ class SpeculationStats:
     num_emitted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    reached_at: list[int] = field(default_factory=list)
 
     def record(self, num_drafted: int, num_accepted: int, num_emitted: int) -> None:
         """Count one step of one sequence: drafts proposed, drafts emitted, tokens emitted."""
@@ -222,11 +224,12 @@ class SpeculationStats:
         self.num_accepted += num_accepted
         self.num_emitted += num_emitted
         missing = num_drafted - len(self.drafted_at)
-        self.drafted_at.extend([0] * missing)
-        self.accepted_at.extend([0] * missing)
+        for counts in (self.drafted_at, self.accepted_at, self.reached_at):
+            counts.extend([0] * missing)
         for position in range(num_drafted):
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < num_accepted
+            self.reached_at[position] += position <= num_accepted
 
     @property
     def mean_accepted_length(self) -> float | None:
@@ -240,12 +243,8 @@ class SpeculationStats:
 
     @property
     def conditional_acceptance_by_position(self) -> list[float]:
-        """As above, of the times that every draft before it was accepted and there was one at this position."""
-        reached = [
-            self.drafted_at[:1],
-            [min(a, d) for a, d in zip(self.accepted_at, self.drafted_at[1:], strict=False)],
-        ]
-        return [a / r if r else 0.0 for a, r in zip(self.accepted_at, [*reached[0], *reached[1]], strict=True)]
+        """As above, of the times that there was one and every draft before it was accepted."""
+        return [a / r if r else 0.0 for a, r in zip(self.accepted_at, self.reached_at, strict=True)]
 
     def as_dict(self) -> dict[str, object]:
         """For JSON output."""
@@ -256,6 +255,7 @@ class SpeculationStats:
             "num_steps": self.num_steps,
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
+            "num_emitted": self.num_emitted,
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_position": self.acceptance_by_position,
             "conditional_acceptance_by_position": self.conditional_acceptance_by_position,

@@ -31,8 +31,8 @@ Output = pytest.CaptureFixture[str]
 def llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
     """The model that every command of the test loads."""
     fake = make_llm()
-    monkeypatch.setattr("pilotfish.cli.session.load_llm", lambda options: fake)
-    monkeypatch.setattr("pilotfish.cli.chat.load_llm", lambda options: fake)
+    monkeypatch.setattr("pilotfish.cli.session.load_llm", lambda options, speculation=None: fake)
+    monkeypatch.setattr("pilotfish.cli.chat.load_llm", lambda options, speculation=None: fake)
     return fake
 
 
@@ -85,7 +85,9 @@ def test_json_has_the_promised_keys(llm: LLM, capsys: Output) -> None:
         "prompt_tokens": 5,
         "completion_tokens": 8,
     }
-    assert set(stats) == {"ttft_ms", "itl_ms_p50", "tokens_per_second", "num_steps"}
+    assert set(stats) == {"ttft_ms", "itl_ms_p50", "tokens_per_second", "num_steps", "speculation"}
+    assert stats["speculation"]["scheme"] == "none"
+    assert stats["speculation"]["num_drafted"] == 0
     assert stats["num_steps"] == 8
     assert stats["ttft_ms"] > 0
 
@@ -149,6 +151,8 @@ def test_every_option_is_a_setting_with_its_default() -> None:
         "logprobs",
         "include_stop_str_in_output",
         "skip_special_tokens",
+        "speculate",  # a command line has one request: --scheme none is the same
+        "num_drafts",  # is the scheme's
     }
     assert SamplingOptions().params() == SamplingParams(temperature=0.0, max_tokens=None)
     assert EngineConfig(**ModelOptions().engine_settings()) == EngineConfig()

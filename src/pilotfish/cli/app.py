@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
+from pilotfish.cli.bench_options import BenchOptions
 from pilotfish.cli.options import ModelOptions, PromptOptions, SamplingOptions, with_options
+from pilotfish.cli.speculation import SpeculationOptions
 from pilotfish.errors import ConfigError, PilotfishError, RequestError
-
-if TYPE_CHECKING:
-    from pilotfish.llm import LLM
-    from pilotfish.types import RequestOutput, SamplingParams
 
 __all__ = ["app", "main", "run"]
 
@@ -36,7 +35,9 @@ def _app() -> None:
 
 
 @app.command()
-@with_options(options=PromptOptions, model_options=ModelOptions, sampling=SamplingOptions)
+@with_options(
+    options=PromptOptions, speculation=SpeculationOptions, model_options=ModelOptions, sampling=SamplingOptions
+)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)],
     *,
@@ -45,39 +46,73 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="With --json: log-probabilities of each token and of this many alternatives.")
     ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run it without speculation too (loads the model twice).")
+    ] = False,
     options: PromptOptions,
+    speculation: SpeculationOptions,
     model_options: ModelOptions,
     sampling: SamplingOptions,
 ) -> None:
     """Complete a prompt, or answer it where the model has a chat template.
 
     The text goes to stdout as it comes, a line of statistics to stderr. The same command gives the same text, unless
-    a temperature above 0 is given without a seed.
+    a temperature above 0 is given without a seed. With speculation a terminal shows accepted drafts in green and the
+    target's own tokens in cyan.
     """
+    from pilotfish.cli.generate import run_generate
     from pilotfish.cli.session import load_llm, prompt_tokens, with_room
 
     params = sampling.params(n=n, logprobs=logprobs)
     if logprobs is not None and not json:
         raise ConfigError(f"logprobs={logprobs}: are printed only with --json")
+    settings = speculation.settings()
+    if compare and settings is None:
+        raise ConfigError("compare=True: there is nothing to compare with --scheme none. Choose a scheme.")
     text = _read_stdin() if prompt == "-" else prompt
-    llm = load_llm(model_options)
+    llm = load_llm(model_options, settings)
     token_ids = prompt_tokens(llm, text, options)
-    _generate(llm, token_ids, with_room(llm, params, len(token_ids)), as_json=json)
+    plain = load_llm(model_options, None) if compare else None
+    run_generate(llm, plain, token_ids, with_room(llm, params, len(token_ids)), as_json=json)
 
 
 @app.command()
-@with_options(model_options=ModelOptions, sampling=SamplingOptions)
+@with_options(speculation=SpeculationOptions, model_options=ModelOptions, sampling=SamplingOptions)
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Statistics after each answer.")] = False,
+    speculation: SpeculationOptions,
     model_options: ModelOptions,
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, /reset starts anew, /exit ends."""
     from pilotfish.cli.chat import run_chat
 
-    run_chat(model_options, sampling, system, verbose=verbose)
+    run_chat(model_options, sampling, speculation.settings(), system, verbose=verbose)
+
+
+@app.command()
+@with_options(options=BenchOptions)
+def bench(
+    *,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write everything measured to this file.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw the speedups (needs matplotlib).")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that --json OUT holds, of the same settings.")
+    ] = False,
+    options: BenchOptions,
+) -> None:
+    """Measure speculation schemes beside plain decoding, in turn within one run.
+
+    Ctrl-C prints what has been measured so far.
+    """
+    from pilotfish.cli.bench import run_bench
+
+    if not run_bench(options, json, plot, resume=resume):
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command()
@@ -133,24 +168,3 @@ def _read_stdin() -> str:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"The prompt on stdin is not UTF-8: {error}", "prompt") from error
-
-
-def _generate(llm: LLM, token_ids: list[int], params: SamplingParams, *, as_json: bool) -> None:
-    from pilotfish.cli.render import output_json, stats_line, to_json
-
-    streamed = not as_json and params.n == 1
-    output: RequestOutput | None = None
-    for piece in llm.stream(token_ids, params):
-        output = piece.output
-        if streamed:
-            typer.echo(piece.text, nl=False)
-    assert output is not None
-    if as_json:
-        typer.echo(to_json(output_json(output, llm.tokenizer.token_text)))
-        return
-    if streamed:
-        typer.echo()
-    else:
-        for completion in output.outputs:
-            typer.echo(f"--- {completion.index + 1} of {params.n}\n{completion.text}")
-    typer.echo(stats_line(output), err=True)

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from pilotfish.cli.options import ModelOptions, SamplingOptions
+from pilotfish.cli.paint import Painter, wants_colour
 from pilotfish.cli.render import stats_line
 from pilotfish.cli.session import load_llm, with_room
+from pilotfish.config import Speculation
 from pilotfish.errors import ConfigError, RequestError
 from pilotfish.types import SamplingParams
 
@@ -23,13 +25,20 @@ __all__ = ["run_chat"]
 _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stops an answer."
 
 
-def run_chat(model: ModelOptions, sampling: SamplingOptions, system: str | None, *, verbose: bool) -> None:
+def run_chat(
+    model: ModelOptions,
+    sampling: SamplingOptions,
+    speculation: Speculation | None,
+    system: str | None,
+    *,
+    verbose: bool,
+) -> None:
     """Read questions and stream answers until /exit or the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives input() editing and history
 
     params = sampling.params()
-    llm = load_llm(model)
+    llm = load_llm(model, speculation)
     if not llm.tokenizer.has_chat_template:
         raise ConfigError(
             f"model={model.model!r} has no chat template. Use `pilotfish generate`, or an instruct model."
@@ -69,12 +78,13 @@ def _answer(llm: LLM, messages: list[Message], params: SamplingParams, err: Cons
     """Stream one answer to stdout; Ctrl-C keeps what has come so far."""
     token_ids = llm.tokenizer.apply_chat_template(messages)
     stream = llm.stream(token_ids, with_room(llm, params, len(token_ids)))
+    painter = Painter(coloured=llm.engine.config.speculation is not None and wants_colour(sys.stdout))
     answer, output = "", None
     try:
         for piece in stream:
             answer += piece.text
             output = piece.output
-            print(piece.text, end="", flush=True)  # noqa: T201
+            print(painter.new_text(piece.output.outputs[0]), end="", flush=True)  # noqa: T201
     except KeyboardInterrupt:
         pass
     finally:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pilotfish.cli.options import DEFAULT_MAX_TOKENS, ModelOptions, PromptOptions
+from pilotfish.config import Speculation
 from pilotfish.errors import ConfigError, RequestError
 from pilotfish.types import SamplingParams
 
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["load_llm", "loading_progress", "prompt_tokens", "with_room"]
 
 
-def load_llm(options: ModelOptions) -> LLM:
-    """Load the model, with a progress display on stderr if that is a terminal."""
+def load_llm(options: ModelOptions, speculation: Speculation | None = None) -> LLM:
+    """Load the model and its draft, with a progress display on stderr if that is a terminal."""
     settings = options.engine_settings()
     with loading_progress(f"loading {options.model}") as progress:
         # Importing torch takes a second or more; the display is up by then.
         from pilotfish.llm import LLM
 
-        return LLM(options.model, use_cache=not options.no_cache, progress=progress, **settings)
+        return LLM(
+            options.model, use_cache=not options.no_cache, progress=progress, speculation=speculation, **settings
+        )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pilotfish.config import DraftModel, Speculation
@@ -91,7 +93,7 @@ class _Carry:
 
     pages: list[int]
     length: int
-    logits: Tensor | None = None
+    logits: NDArray[np.float32] | None = None
 
 
 class DraftProposer:
@@ -175,7 +177,7 @@ class DraftProposer:
         if segments:
             logits = self._forward(segments)
             for i, carry in enumerate(carries):
-                carry.logits = logits[i].clone()
+                carry.logits = logits[i].numpy().copy()
 
     def _limit(self, row: DraftRow) -> int:
         carry = self._carries.get(row.index)
@@ -184,14 +186,17 @@ class DraftProposer:
         return min(row.max_drafts, self._max_len - len(row.token_ids))
 
     def _carried(self, rows: Sequence[DraftRow]) -> Tensor:
-        carried = [self._carries[row.index].logits for row in rows]
-        return torch.stack([x for x in carried if x is not None]) if carried else torch.empty(0, self._vocab_size)
+        # Copies by numpy: torch would wake threads of its own, which compete with the kernels', for a row of this size.
+        carried = np.empty((len(rows), self._vocab_size), np.float32)
+        for i, row in enumerate(rows):
+            carried[i] = self._carries[row.index].logits
+        return torch.from_numpy(carried)
 
     def _forward(self, segments: Sequence[Segment]) -> Tensor:
         """Logits over the target's vocabulary: [R, V], -inf for what the draft cannot propose."""
         logits = self._runner.forward(segments)
         if logits.shape[1] == self._num_tokens == self._vocab_size:
             return logits
-        out = torch.full((logits.shape[0], self._vocab_size), -torch.inf)
-        out[:, : self._num_tokens] = logits[:, : self._num_tokens]
-        return out
+        out = np.full((logits.shape[0], self._vocab_size), -np.inf, np.float32)
+        out[:, : self._num_tokens] = logits[:, : self._num_tokens].numpy()
+        return torch.from_numpy(out)

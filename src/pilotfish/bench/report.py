@@ -1,0 +1,105 @@
+"""Figures as a table and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from pilotfish.bench.run import BASELINE
+from pilotfish.bench.summary import OVERALL, Summary
+from pilotfish.errors import ConfigError
+
+__all__ = ["check_plot", "draw", "table"]
+
+_COLUMNS = ("tokens/s", "ratio", "tokens/step", "mean length", "accepted", "TTFT ms", "ITL p50", "ITL p99", "identical")
+
+
+def table(summaries: Sequence[Summary]) -> Table:
+    """One line a batch size, category and scheme."""
+    result = Table(title="speculation, in turn within one run")
+    result.add_column("batch", justify="right")
+    result.add_column("category")
+    result.add_column("scheme")
+    for name in _COLUMNS:
+        result.add_column(name, justify="right")
+    before: tuple[int, str] | None = None
+    for item in summaries:
+        place = (item.batch, item.category)
+        if before is not None and place != before:
+            result.add_section()
+        head = (str(item.batch), item.category) if place != before else ("", "")
+        before = place
+        result.add_row(*head, item.scheme, *_cells(item), style="bold" if item.category == OVERALL else None)
+    return result
+
+
+def _cells(item: Summary) -> list[str]:
+    return [
+        f"{item.tokens_per_second:.1f}",
+        _number(item.ratio, ".2f"),
+        f"{item.tokens_per_step:.2f}",
+        _number(item.mean_accepted_length, ".2f"),
+        _number(item.acceptance, ".0%"),
+        _number(item.ttft_ms_p50, ".0f"),
+        _number(item.itl_ms_p50, ".1f"),
+        _number(item.itl_ms_p99, ".1f"),
+        "-" if item.num_identical is None else f"{item.num_identical}/{item.num_requests}",
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def check_plot(path: Path) -> None:
+    """Find out before a long run, not after it, that its plot cannot be drawn.
+
+    Raises:
+        ConfigError: matplotlib is missing, or it does not write files of that ending.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ConfigError(
+            f"plot={str(path)!r}: needs matplotlib, which is not installed: pip install matplotlib"
+        ) from error
+    endings = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in endings:
+        raise ConfigError(f"plot={str(path)!r}: must end in one of .{', .'.join(endings)}")
+
+
+def draw(summaries: Sequence[Summary], path: Path) -> None:
+    """Speedups over ``none`` (without it: tokens/s) by category, one panel a batch size.
+
+    Raises:
+        ConfigError: as :func:`check_plot`, or the file cannot be written.
+    """
+    check_plot(path)
+    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+
+    batches = list(dict.fromkeys(item.batch for item in summaries))
+    schemes = list(dict.fromkeys(item.scheme for item in summaries))
+    relative = any(item.ratio is not None for item in summaries)
+    shown = [scheme for scheme in schemes if scheme != BASELINE] if relative and len(schemes) > 1 else schemes
+    categories = list(dict.fromkeys(item.category for item in summaries))
+    figure = Figure(figsize=(max(6.0, 0.9 * len(categories) + 2), 3.2 * len(batches)), layout="constrained")
+    for number, batch in enumerate(batches, start=1):
+        axes = figure.add_subplot(len(batches), 1, number)
+        width = 0.8 / len(shown)
+        for i, scheme in enumerate(shown):
+            values = {item.category: item for item in summaries if item.batch == batch and item.scheme == scheme}
+            heights = [(values[c].ratio if relative else values[c].tokens_per_second) or 0.0 for c in values]
+            places = [categories.index(c) + (i - (len(shown) - 1) / 2) * width for c in values]
+            axes.bar(places, heights, width, label=scheme)
+        if relative:
+            axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
+        axes.set_ylabel(f"tokens/s, relative to {BASELINE}" if relative else "tokens/s")
+        axes.set_title(f"batch {batch}")
+        axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigError(f"plot={str(path)!r}: cannot be written: {error.strerror}") from error
