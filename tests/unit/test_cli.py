@@ -15,6 +15,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+import pilotfish
 from fake_llm import Letters, make_llm
 from pilotfish.cli.app import run
 from pilotfish.cli.options import ModelOptions, SamplingOptions, parse_size
@@ -396,3 +397,18 @@ def test_help_needs_neither_torch_nor_the_engine() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--kv-cache-memory" in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"pilotfish {pilotfish.__version__}\n"
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    code = "from pilotfish.cli import main; main()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the output cannot be written: ") and done.stderr.count("\n") == 1

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from pilotfish import __version__
 from pilotfish.cli.bench_options import BenchOptions
 from pilotfish.cli.options import ModelOptions, PromptOptions, SamplingOptions, with_options
 from pilotfish.cli.speculation import SpeculationOptions
@@ -29,9 +30,19 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pilotfish {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _app() -> None:
-    """Keeps the commands' names, however few commands there are."""
+def _app(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """An LLM inference engine with speculative decoding in its heart."""
 
 
 @app.command()
@@ -145,6 +156,7 @@ def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit code: 2 after an error, which is one line on stderr."""
     try:
         code = app(args=list(args) or ["--help"], prog_name="pilotfish", standalone_mode=False)
+        sys.stdout.flush()
     except TyperException as error:
         return _fail(error.format_message())
     except PilotfishError as error:
@@ -155,6 +167,8 @@ def run(args: Sequence[str]) -> int:
         # The reader has gone (a pager, head): no error of ours. Python would complain once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        return _fail(f"the output cannot be written: {error}")
     return code if isinstance(code, int) else 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -73,7 +74,9 @@ def print_info(info: dict[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in info.items():
         table.add_row(name.replace("_", " "), _shown(name, value))
-    Console(highlight=False, markup=False).print(table)
+    # Where a program reads it, a long path stays on one line.
+    width = None if sys.stdout.isatty() else 1000
+    Console(highlight=False, markup=False, width=width).print(table)
 
 
 def _shown(name: str, value: object) -> str:
