@@ -53,7 +53,7 @@ def resolve(config: EngineConfig, kv: KVShape, context_len: int, machine: Machin
         config: as the user wrote it.
         kv: the KV pool's shape for this model.
         context_len: the model's longest sequence, in tokens.
-        machine: what the decision depends on.
+        machine: what the decision depends on; its memory after the weights were loaded.
 
     Raises:
         ConfigError: a setting asks for more than the model or the memory has.
@@ -65,6 +65,11 @@ def resolve(config: EngineConfig, kv: KVShape, context_len: int, machine: Machin
             f"Lower max_model_len to at most {context_len}."
         )
     memory = config.kv_cache_memory
+    if memory is not None and memory > machine.free_memory:
+        raise ConfigError(
+            f"kv_cache_memory={memory} bytes is more than the {machine.free_memory} bytes of memory that are free. "
+            "Lower it, or leave it out to take a part of what is free."
+        )
     if memory is None:
         most = config.max_num_seqs * _pages_for(max_model_len, kv) * kv.bytes_per_page
         memory = min(int(config.kv_cache_fraction * machine.free_memory), most)

@@ -12,7 +12,7 @@ from pilotfish.attention.reference import ReferenceAttention
 from pilotfish.config import BackendName, EngineConfig
 from pilotfish.engine.config import Machine, num_pages, resolve
 from pilotfish.engine.engine import Engine
-from pilotfish.errors import BackendError
+from pilotfish.errors import BackendError, ConfigError
 from pilotfish.kv import PagePool
 from pilotfish.models import Model, build_model, expected_tensors
 from pilotfish.models.checkpoint import Checkpoint, Progress, load_weights, resolve_model
@@ -61,8 +61,7 @@ def _build_engine(checkpoint: Checkpoint, config: EngineConfig, progress: Progre
         page_size=config.page_size,
         dtype=checkpoint.dtype,
     )
-    machine = Machine.detect()
-    config = replace(config, backend=_choose_backend(config), threads=config.threads or machine.num_cpus)
+    config = replace(config, backend=_choose_backend(config), threads=_choose_threads(config, Machine.detect()))
     ops = _make_ops(config, checkpoint.dtype)
     weights = load_weights(checkpoint, expected_tensors(model_config))
     if progress is not None:
@@ -81,6 +80,21 @@ def _build_engine(checkpoint: Checkpoint, config: EngineConfig, progress: Progre
         pool=pool,
         proposer=NoProposer(),
     )
+
+
+def _choose_threads(config: EngineConfig, machine: Machine) -> int:
+    """The kernels' threads wait for each other by spinning: more of them than CPUs are slower by orders of magnitude.
+
+    Raises:
+        ConfigError: more threads than this process may use CPUs.
+    """
+    threads = config.threads or machine.num_cpus
+    if threads > machine.num_cpus:
+        raise ConfigError(
+            f"threads={threads}: this process may use {machine.num_cpus} CPUs. Lower threads to at most that, or leave "
+            "it out to use them all."
+        )
+    return threads
 
 
 def _choose_backend(config: EngineConfig) -> BackendName:
