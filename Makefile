@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DATA ?=
 EQUALITY_ARGS ?=
-PROMPT ?= Explain in three sentences how a pilot fish and a shark help each other.
+PROMPT ?= Write a haiku about the sea.
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))

@@ -161,8 +161,9 @@ class EngineConfig:
         _check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
         if self.speculation is not None and not self.speculation.scheme:
             raise ConfigError(f"speculation={self.speculation!r}: must be a scheme's settings or None")
-        if not 0.0 < self.kv_cache_fraction <= 1.0:
-            raise ConfigError(f"kv_cache_fraction={self.kv_cache_fraction}: must be above 0 and at most 1")
+        _check_at_least("seed", self.seed, -(2**63))
+        _check_fraction("kv_cache_fraction", self.kv_cache_fraction)
+        _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
@@ -181,3 +182,13 @@ def _check_at_least(name: str, value: object, low: int) -> None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{name}={value!r}: must be an integer of at least {low}")
+
+
+def _check_fraction(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 < value <= 1.0:
+        raise ConfigError(f"{name}={value!r}: must be a number above 0 and at most 1")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: must be true or false")

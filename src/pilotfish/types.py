@@ -6,6 +6,7 @@ Names and shapes follow vLLM's, so that code written for it reads the same here.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -33,7 +34,7 @@ MAX_N = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. The order of processing is the order of the fields below it says so.
+    """How the tokens of one request are chosen.
 
     Logits of a position are processed in this order: ``min_tokens`` mask, ``logit_bias``, penalties, ``temperature``,
     ``min_p``, ``top_k``, ``top_p``; then one token is drawn.
@@ -131,10 +132,11 @@ def _check_float(
     low_open: bool = False,
     hint: str = "",
 ) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     if ok:
         assert isinstance(value, (int, float))
-        ok = (value > low if low_open else value >= low) and (high is None or value <= high)
+        ok = abs(value) <= sys.float_info.max  # an integer may be greater
+        ok = ok and (value > low if low_open else value >= low) and (high is None or value <= high)
     if not ok:
         bound = f"above {low:g}" if low_open else f"at least {low:g}"
         bound += "" if high is None else f" and at most {high:g}"
@@ -155,14 +157,15 @@ def _check_logit_bias(bias: object) -> None:
 
 
 def _check_stop(stop: object) -> None:
-    if stop is None or (isinstance(stop, str) and stop):
+    if stop is None:
         return
-    if isinstance(stop, Sequence) and not isinstance(stop, (str, bytes)):
-        bad = [s for s in stop if not isinstance(s, str) or not s]
-        if not bad:
-            return
-        raise RequestError(f"stop has the entry {bad[0]!r}: every stop must be a string that is not empty", "stop")
-    raise RequestError(f"stop={stop!r}: must be a string that is not empty, or a list of such strings", "stop")
+    if isinstance(stop, (bytes, bytearray)) or not isinstance(stop, (str, Sequence)):
+        raise RequestError(f"stop={stop!r}: must be a string that is not empty, or a list of such strings", "stop")
+    for text in [stop] if isinstance(stop, str) else stop:
+        if not isinstance(text, str) or not text:
+            raise RequestError(f"stop={text!r}: every stop must be a string that is not empty", "stop")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise RequestError(f"stop={text!r}: has a lone surrogate, which no output can hold", "stop")
 
 
 def _check_stop_token_ids(ids: object) -> None:

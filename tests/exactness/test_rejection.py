@@ -15,8 +15,9 @@ from distributions import chi_square, fits, total_variation
 from fakes import EOS, GuessProposer, make_draft, make_engine, next_logits
 from pilotfish.config import Ngram
 from pilotfish.engine.engine import Engine
-from pilotfish.sampling import LogitsRow, SamplerState, process_logits, softmax_probs
-from pilotfish.speculation import DraftRow, Proposal
+from pilotfish.ops.reference import TorchOps
+from pilotfish.sampling import LogitsRow, SamplerState, process_logits, sample, softmax_probs
+from pilotfish.speculation import Candidate, DraftRow, Proposal, verify
 from pilotfish.speculation.draft import DraftProposer
 from pilotfish.types import RequestOutput, SamplingParams
 
@@ -125,6 +126,31 @@ def test_a_planted_wrong_q_is_caught(cls: type[DraftProposer]) -> None:
     statistic, critical = chi_square(counts, joint)
     assert statistic > critical
     assert not fits(counts, joint)
+
+
+@pytest.mark.parametrize(
+    ("p", "q"),
+    [
+        ([0.10, 0.45, 0.45, 0.0], [0.0, 0.4, 0.4, 0.2]),  # a rejected draft says that the noise of the others is low
+        ([0.5, 0.3, 0.1, 0.1], [0.7, 0.1, 0.1, 0.1]),  # token 0 is drawn where its own noise is high
+    ],
+)
+def test_draft_acceptance_and_residual_use_noise_of_their_own(p: list[float], q: list[float]) -> None:
+    """Drafts are chosen with the position's noise: that which decides on them afterwards must not be the same."""
+    states = [
+        SamplerState(params(temperature=1.0), seed=seed, sample_index=0, prompt_token_ids=[0], vocab_size=4,
+                     eos_token_ids=())
+        for seed in range(8000)
+    ]  # fmt: skip
+    ops, rows = TorchOps(torch.float32), [LogitsRow(state) for state in states]
+    drafts = sample(torch.tensor([q] * len(states)).log(), rows, ops).token_ids
+    probs = torch.tensor([q])
+    assert fits(Counter(drafts), dict(enumerate(q)))
+    candidates = [Candidate(state, [draft], probs) for state, draft in zip(states, drafts, strict=True)]
+    logits = torch.tensor([p, p] * len(states)).log()
+    outcomes = verify(logits, candidates, Ngram(verify="rejection"), ops, "raw_logprobs")
+    counts = Counter(outcome.token_ids[0] for outcome in outcomes)
+    assert fits(counts, dict(enumerate(p))), (counts, chi_square(counts, dict(enumerate(p))))
 
 
 def one(engine: Engine, wanted: SamplingParams) -> RequestOutput:

@@ -139,10 +139,16 @@ def test_known_leftovers_are_ignored(tmp_path: Path) -> None:
 def test_truncated_safetensors(tmp_path: Path) -> None:
     file = write_folder(tmp_path / "m", good_tensors()) / "model.safetensors"
     whole = file.read_bytes()
-    for length in (0, 4, 40, len(whole) // 2, len(whole) - 1):
+    for length in (0, 4, 40, len(whole) // 2):  # within the header
         file.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a whole safetensors file: .*again"):
             load(file.parent)
+    for length in (len(whole) - 100, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        cut = r"model\.safetensors: tensor [\w.]+ is cut off: this is not a whole safetensors file: .*again"
+        with pytest.raises(CheckpointError, match=cut) as caught:
+            load(file.parent)
+    assert any(f"tensor {name} is" in str(caught.value) for name in good_tensors())
 
 
 def test_pickles_are_not_read(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import EOS, make_engine
+from fakes import EOS, LetterTokenizer, make_engine
 from pilotfish.engine.engine import Engine
 from pilotfish.errors import RequestError
 from pilotfish.types import RequestOutput, SamplingParams
@@ -261,3 +263,60 @@ def test_statistics_count_what_requests_received() -> None:
     assert entry is not None
     assert all(token in position for token, position in zip(output.outputs[0].token_ids, entry, strict=True))
     assert all(item.decoded_token is not None for position in entry for item in position.values())
+
+
+NO_EOS = {EOS: -100.0}  # so that every token is one character
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 9])
+def test_text_held_back_for_a_stop_string_that_never_comes_is_given_out(max_tokens: int) -> None:
+    plain = alone([3, 1, 4], params(max_tokens=max_tokens, logit_bias=NO_EOS)).outputs[0]
+    held = alone([3, 1, 4], params(max_tokens=max_tokens, logit_bias=NO_EOS, stop=[plain.text[-1] + "~"])).outputs[0]
+    assert (held.text, held.token_ids, held.finish_reason) == (plain.text, plain.token_ids, "length")
+    assert len(held.text) == max_tokens
+
+    ended = alone(
+        [3, 1, 4], params(max_tokens=20, logit_bias={EOS: 100.0, 5: 99.0}, min_tokens=2, stop=["f~", "ff~"])
+    ).outputs[0]
+    assert ended.finish_reason == "stop" and ended.token_ids[-1] == EOS
+    assert ended.text == "f" * (len(ended.token_ids) - 1), "held back until EOS, then given out"
+
+
+def test_stop_strings_within_the_first_min_tokens_are_ignored() -> None:
+    plain = alone([3, 1, 4], params(max_tokens=20, logit_bias=NO_EOS)).outputs[0]
+    early = plain.text[1:3]
+    assert early not in plain.text[3:], "choose another prompt: the string must come once"
+    cut = alone([3, 1, 4], params(max_tokens=20, logit_bias=NO_EOS, stop=[early])).outputs[0]
+    assert cut.text == plain.text[:1]
+    for min_tokens, ignored in [(2, False), (3, True), (4, True)]:
+        output = alone(
+            [3, 1, 4], params(max_tokens=20, logit_bias=NO_EOS, stop=[early], min_tokens=min_tokens)
+        ).outputs[0]
+        assert (output.text == plain.text) is ignored
+
+
+class HalvesTokenizer(LetterTokenizer):
+    """Tokens 28 and 29 are the two halves of one character."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text = super().decode(token_ids, skip_special_tokens)
+        first, second = self.token_text(28), self.token_text(29)
+        return text.replace(first + second, "é").replace(first, "\ufffd").replace(second, "\ufffd")
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_an_output_that_ends_within_a_character_ends_in_a_replacement(max_tokens: int) -> None:
+    engine = make_engine()
+    engine.tokenizer = HalvesTokenizer()  # type: ignore[assignment]
+    engine.add_request("r", [1], params(max_tokens=max_tokens, logit_bias={28: 100.0}))
+    seen = []
+    while engine.has_unfinished:
+        seen += [output.outputs[0].text for output in engine.step()]
+    assert seen == [""] * (max_tokens - 1) + ["\ufffd" * max_tokens]
+
+
+def test_numpy_token_ids_become_plain_ones() -> None:
+    engine = make_engine()
+    engine.add_request("r", np.array([1, 2, 3]), params(max_tokens=1))  # type: ignore[arg-type]
+    output = run(engine)["r"]
+    assert output.prompt_token_ids == [1, 2, 3] and all(type(token) is int for token in output.prompt_token_ids)

@@ -149,8 +149,17 @@ def test_folder_whose_config_names_no_class(folder: Path, tmp_path: Path) -> Non
     assert Tokenizer.from_folder(tmp_path).encode(text) == reference.encode(text)
 
 
+def test_text_that_is_no_unicode_is_refused_in_prompts_and_in_messages(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="the prompt is not valid Unicode text") as caught:
+        tokenizer.encode("a\ud800")
+    assert caught.value.param == "prompt"
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content is not valid Unicode text") as caught:
+        tokenizer.apply_chat_template([{"role": "user", "content": "a\ud800"}])
+    assert caught.value.param == "messages" and "\n" not in str(caught.value)
+
+
 def test_folders_without_a_tokenizer(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="the tokenizer cannot be loaded") as caught:
+    with pytest.raises(CheckpointError, match=r"holds no tokenizer; expected tokenizer\.json") as caught:
         Tokenizer.from_folder(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -52,7 +52,7 @@ def resolve(config: EngineConfig, page_bytes: int, context_len: int, machine: Ma
         config: as the user wrote it.
         page_bytes: bytes of a KV page over all layers, of target and draft.
         context_len: the model's longest sequence, in tokens.
-        machine: what the decision depends on.
+        machine: what the decision depends on; its memory after the weights were loaded.
 
     Raises:
         ConfigError: a setting asks for more than the model or the memory has.
@@ -64,6 +64,11 @@ def resolve(config: EngineConfig, page_bytes: int, context_len: int, machine: Ma
             f"Lower max_model_len to at most {context_len}."
         )
     memory = config.kv_cache_memory
+    if memory is not None and memory > machine.free_memory:
+        raise ConfigError(
+            f"kv_cache_memory={memory} bytes is more than the {machine.free_memory} bytes of memory that are free. "
+            "Lower it, or leave it out to take a part of what is free."
+        )
     if memory is None:
         most = config.max_num_seqs * -(-max_model_len // config.page_size) * page_bytes
         memory = min(int(config.kv_cache_fraction * machine.free_memory), most)

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from pilotfish.config import EngineConfig
 from pilotfish.engine.request import Completion, Request
@@ -317,11 +318,11 @@ class Engine:
                 f"Lower max_tokens to at most {limit - len(prompt_ids)}, or set it to None to run to the end.",
                 "max_tokens",
             )
-        return prompt_ids
+        return [int(token_id) for token_id in prompt_ids]
 
 
 def _is_token_id(value: object, vocab_size: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size
+    return not isinstance(value, bool) and isinstance(value, Integral) and 0 <= int(value) < vocab_size
 
 
 def _segments(scheduled: Sequence[ScheduledRow], proposal: Proposal) -> list[Segment]:

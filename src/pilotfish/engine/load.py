@@ -13,7 +13,7 @@ from pilotfish.attention.reference import ReferenceAttention
 from pilotfish.config import BackendName, EngineConfig
 from pilotfish.engine.config import Machine, resolve
 from pilotfish.engine.engine import Engine
-from pilotfish.errors import BackendError
+from pilotfish.errors import BackendError, ConfigError
 from pilotfish.kv import PagePool
 from pilotfish.models import Model, ModelConfig, build_model, expected_tensors
 from pilotfish.models.checkpoint import Checkpoint, Progress, load_weights, resolve_model
@@ -52,8 +52,7 @@ def load_engine(
 
 
 def _build_engine(checkpoint: Checkpoint, config: EngineConfig, use_cache: bool, progress: Progress | None) -> Engine:
-    machine = Machine.detect()
-    config = replace(config, backend=_choose_backend(config), threads=config.threads or machine.num_cpus)
+    config = replace(config, backend=_choose_backend(config), threads=_choose_threads(config, Machine.detect()))
     ops = _make_ops(config, checkpoint.dtype)
     target = _load_model(checkpoint, ops, config.max_model_len, progress)
     tokenizer = checkpoint.load_tokenizer()
@@ -112,6 +111,21 @@ def _kv_shape(config: ModelConfig, page_size: int, dtype: torch.dtype) -> KVShap
         page_size=page_size,
         dtype=dtype,
     )
+
+
+def _choose_threads(config: EngineConfig, machine: Machine) -> int:
+    """The kernels' threads wait for each other by spinning: more of them than CPUs are slower by orders of magnitude.
+
+    Raises:
+        ConfigError: more threads than this process may use CPUs.
+    """
+    threads = config.threads or machine.num_cpus
+    if threads > machine.num_cpus:
+        raise ConfigError(
+            f"threads={threads}: this process may use {machine.num_cpus} CPUs. Lower threads to at most that, or leave "
+            "it out to use them all."
+        )
+    return threads
 
 
 def _choose_backend(config: EngineConfig) -> BackendName:

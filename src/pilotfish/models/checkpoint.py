@@ -194,6 +194,8 @@ def _as_dtype(stored: SafetensorsMapping, name: str, dtype: torch.dtype) -> Tens
 
 def _locate(name: str) -> Path:
     """A Hugging Face folder, or a GGUF file."""
+    if not isinstance(name, str):
+        raise CheckpointError(f"model={name!r}: must be a string; expected {_allowed_names()}")
     built_in = BUILT_IN_MODELS.get(name)
     if built_in is not None:
         return _distribution_gguf(built_in.distribution) or _download(built_in.hub_id, name)

@@ -23,6 +23,7 @@ Message = Mapping[str, Any]
 
 # Their tokenizer.json is the whole truth. Other class names go through AutoTokenizer, which knows each one's quirks
 # but needs half a second to read the model's config first.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -40,6 +41,8 @@ class Tokenizer:
         Raises:
             CheckpointError: the folder holds no tokenizer, or one that cannot be read.
         """
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise CheckpointError(f"{folder}: holds no tokenizer; expected {', '.join(_TOKENIZER_FILES)}")
         try:
             return cls(_tokenizer_class(folder).from_pretrained(folder))
         except Exception as error:  # transformers and the Rust library raise whatever the file's defect leads to
@@ -85,10 +88,7 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise RequestError(f"prompt={text!r}: must be a string", "prompt")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode text: {error}", "prompt") from error
+        _check_unicode("the prompt", text, "prompt")
         # verbose: the engine checks the length itself, for every prompt and with the right limit.
         ids: list[int] = self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return ids
@@ -175,6 +175,7 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
         content = "".join(_part_text(f"{where}.content[{part}]", value) for part, value in enumerate(content))
     if not isinstance(content, str):
         raise RequestError(f"{where}.content={_short(content)}: must be a string or a list of text parts", "messages")
+    _check_unicode(f"{where}.content", content, "messages")
     return {**message, "content": content}
 
 
@@ -183,6 +184,13 @@ def _part_text(where: str, part: object) -> str:
     if not isinstance(text, str):
         raise RequestError(f'{where}={_short(part)}: must be {{"type": "text", "text": "..."}}', "messages")
     return text
+
+
+def _check_unicode(where: str, text: str, param: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{where} is not valid Unicode text: {error}", param) from error
 
 
 def _short(value: object) -> str:

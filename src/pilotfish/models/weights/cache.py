@@ -57,7 +57,7 @@ def cached_folder(folder: Path, fill: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise CheckpointError(
             f"the converted model cannot be written to the cache folder {folder}: {error}. Set PILOTFISH_CACHE to "
-            "another folder, or load without the cache (cache=False, --no-cache)"
+            "another folder, or load without the cache (use_cache=False, --no-cache)"
         ) from error
     return folder
 

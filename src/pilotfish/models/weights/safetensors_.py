@@ -81,12 +81,29 @@ class SafetensorsMapping(Mapping[str, Tensor]):
         except FileNotFoundError as error:
             raise CheckpointError(f"{file}: is missing, though {_INDEX_FILE} lists it") from error
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: is not a whole safetensors file: {error}; download it again") from error
+            where = _first_tensor_cut_off(file)
+            raise CheckpointError(
+                f"{file}: {where}is not a whole safetensors file: {error}; download it again"
+            ) from error
         self._handles[file] = handle
         for name in names:
             if name in self._files:
                 raise CheckpointError(f"{file}: tensor {name} is also in {self._files[name]}")
             self._files[name] = file
+
+
+def _first_tensor_cut_off(file: Path) -> str:
+    """The first tensor that the file is too short for, to be put into a message; empty if the header is no help."""
+    try:
+        with file.open("rb") as opened:
+            (header_bytes,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(min(header_bytes, file.stat().st_size)))
+        data_bytes = file.stat().st_size - 8 - header_bytes
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+        cut = [name for name, end in sorted(ends.items(), key=lambda item: int(item[1])) if end > data_bytes]
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return ""
+    return f"tensor {cut[0]} is cut off: this " if cut else ""
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
