@@ -176,7 +176,7 @@ def make_engine(
         eos_bias: see :class:`PageCheckingRunner`.
         proposer: the scheme at work; needs ``speculation`` among the settings, whatever scheme that names.
         draft: in its place a :class:`DraftProposer` with a runner of its own: ``error`` and ``vocab_size`` as of
-            :class:`PageCheckingRunner` (none: equal to the target), and ``max_len``.
+            :class:`PageCheckingRunner` (none: equal to the target), ``num_tokens`` and ``max_len`` as of the proposer.
         **settings: fields of :class:`EngineConfig`.
     """
     config = EngineConfig(
@@ -203,6 +203,7 @@ def make_draft(
     *,
     error: float = 0.0,
     vocab_size: int = VOCAB_SIZE,
+    num_tokens: int | None = None,
     max_len: int | None = None,
     cls: type[DraftProposer] = DraftProposer,
 ) -> DraftProposer:
@@ -211,7 +212,7 @@ def make_draft(
     runner = PageCheckingRunner(builder, num_pages, config.page_size, eos_bias, error, vocab_size)
     settings, limit = config.speculation, max_len or config.max_model_len
     assert isinstance(settings, Speculation) and limit is not None
-    num_tokens = min(vocab_size, VOCAB_SIZE)
+    num_tokens = min(vocab_size, VOCAB_SIZE) if num_tokens is None else num_tokens
     return cls(runner, VOCAB_SIZE, num_tokens, limit, with_probs=settings.verify == "rejection")
 
 

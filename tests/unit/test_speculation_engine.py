@@ -218,17 +218,17 @@ def test_past_the_drafts_own_context_decoding_goes_on_without_drafts(max_len: in
     assert (stats.num_drafted > 0) == (max_len > 4)
 
 
-@pytest.mark.parametrize("vocab_size", [20, 40])
-def test_padding_is_never_proposed_and_what_the_draft_lacks_is_never_accepted(vocab_size: int) -> None:
-    engine = engine_with("equal", 4, draft={"vocab_size": vocab_size})
+@pytest.mark.parametrize(("vocab_size", "num_tokens"), [(20, 20), (40, 32), (32, 20)])
+def test_padding_is_never_proposed_and_what_the_draft_lacks_is_never_accepted(vocab_size: int, num_tokens: int) -> None:
+    engine = engine_with("equal", 4, draft={"vocab_size": vocab_size, "num_tokens": num_tokens})
     for seed in range(4):
         wanted = params(max_tokens=16, ignore_eos=True, temperature=1.5, seed=seed)
         output = one(engine, [1, 2], wanted)
         assert summary(output) == summary(plain([1, 2], wanted))
         c, stats = output.outputs[0], output.stats.speculation
-        assert all(token < vocab_size for token, is_draft in zip(c.token_ids, c.is_draft, strict=True) if is_draft)
+        assert all(token < num_tokens for token, is_draft in zip(c.token_ids, c.is_draft, strict=True) if is_draft)
         assert stats.num_accepted > 0
-        assert (stats.num_accepted == stats.num_drafted) == (vocab_size == 40)
+        assert (stats.num_accepted == stats.num_drafted) == (num_tokens == 32)
 
 
 def test_drafts_are_clamped_where_pages_are_short_and_nobody_is_preempted_for_them() -> None:
