@@ -10,34 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines import params, plain, run, summary
 from fakes import EOS, LetterTokenizer, make_engine
-from pilotfish.engine.engine import Engine
 from pilotfish.errors import RequestError
 from pilotfish.types import RequestOutput, SamplingParams
-
-
-def run(engine: Engine) -> dict[str, RequestOutput]:
-    done = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.finished:
-                done[output.request_id] = output
-    return done
-
-
-def alone(prompt: list[int], params: SamplingParams, **config: Any) -> RequestOutput:
-    engine = make_engine(**config)
-    engine.add_request("alone", prompt, params)
-    return run(engine)["alone"]
-
-
-def summary(output: RequestOutput) -> list[tuple[Any, ...]]:
-    return [(c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs) for c in output.outputs]
-
-
-def params(**kwargs: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 8, "temperature": 0.0} | kwargs)
-
 
 requests = st.lists(
     st.tuples(
@@ -97,7 +73,7 @@ def test_random_traffic_leaks_nothing_and_equals_one_by_one(
     assert engine.pool.num_free == num_pages
     assert set(outputs) == {str(i) for i in range(len(requests))}
     for i, (prompt, sampling, _, abort) in enumerate(requests):
-        expected = alone(prompt, sampling, eos_bias=3.0)
+        expected = plain(prompt, sampling, eos_bias=3.0)
         if abort is None:
             assert summary(outputs[str(i)]) == summary(expected)
         for got, want in zip(outputs[str(i)].outputs, expected.outputs, strict=True):
@@ -112,7 +88,7 @@ def test_preemption_changes_no_output_and_is_counted() -> None:
     outputs = run(engine)
     assert engine.stats.num_preemptions > 0
     for i, prompt in enumerate(prompts):
-        assert summary(outputs[str(i)]) == summary(alone(prompt, params(max_tokens=16, ignore_eos=True)))
+        assert summary(outputs[str(i)]) == summary(plain(prompt, params(max_tokens=16, ignore_eos=True)))
     assert outputs["0"].stats.num_preemptions == 0, "the oldest is never preempted"
     assert sum(output.stats.num_preemptions for output in outputs.values()) == engine.stats.num_preemptions
     assert engine.pool.num_free == 12
@@ -174,14 +150,14 @@ def test_arrivals_start_in_order() -> None:
         ([1], {"stop_token_ids": [77]}, "stop_token_ids", "77"),
     ],
 )
-def test_a_bad_request_fails_alone(prompt: list[Any], kwargs: dict[str, Any], param: str, message: str) -> None:
+def test_a_bad_request_fails_plain(prompt: list[Any], kwargs: dict[str, Any], param: str, message: str) -> None:
     engine = make_engine()
     engine.add_request("good", [1, 2, 3], params())
     engine.step()
     with pytest.raises(RequestError, match=message) as caught:
         engine.add_request("bad", prompt, params(**kwargs))
     assert caught.value.param == param
-    assert summary(run(engine)["good"]) == summary(alone([1, 2, 3], params()))
+    assert summary(run(engine)["good"]) == summary(plain([1, 2, 3], params()))
     assert engine.pool.num_free == engine.pool.num_pages
 
 
@@ -193,47 +169,47 @@ def test_a_request_id_in_use_is_refused() -> None:
 
 
 def test_output_runs_to_the_end_of_the_context_without_max_tokens() -> None:
-    output = alone([1] * 40, params(max_tokens=None, ignore_eos=True))
+    output = plain([1] * 40, params(max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 8
     assert output.outputs[0].finish_reason == "length"
-    full = alone([1] * 47, params(max_tokens=None, ignore_eos=True))
+    full = plain([1] * 47, params(max_tokens=None, ignore_eos=True))
     assert len(full.outputs[0].token_ids) == 1, "the last token of the context is produced"
 
 
 def test_eos_stop_tokens_and_stop_strings_end_where_they_should() -> None:
     prompt, no_eos = [3, 1, 4], {EOS: -100.0}  # so that every token is one character
-    plain = alone(prompt, params(max_tokens=20, logit_bias=no_eos)).outputs[0]
-    target = plain.token_ids[6]
-    first = plain.token_ids.index(target)
+    whole = plain(prompt, params(max_tokens=20, logit_bias=no_eos)).outputs[0]
+    target = whole.token_ids[6]
+    first = whole.token_ids.index(target)
 
-    stopped = alone(prompt, params(max_tokens=20, logit_bias=no_eos, stop_token_ids=[target])).outputs[0]
-    assert stopped.token_ids == plain.token_ids[: first + 1]
+    stopped = plain(prompt, params(max_tokens=20, logit_bias=no_eos, stop_token_ids=[target])).outputs[0]
+    assert stopped.token_ids == whole.token_ids[: first + 1]
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", target)
-    assert stopped.text == plain.text[:first], "the stop token's text is left out"
+    assert stopped.text == whole.text[:first], "the stop token's text is left out"
 
-    kept = alone(
+    kept = plain(
         prompt, params(max_tokens=20, logit_bias=no_eos, stop_token_ids=[target], include_stop_str_in_output=True)
     ).outputs[0]
-    assert kept.text == plain.text[: first + 1]
+    assert kept.text == whole.text[: first + 1]
 
-    string = plain.text[5:8]
-    at = plain.text.index(string)
-    cut = alone(prompt, params(max_tokens=20, logit_bias=no_eos, stop=[string], logprobs=0)).outputs[0]
-    assert cut.text == plain.text[:at]
-    assert cut.token_ids == plain.token_ids[: at + 3], "the token that completes the stop string is the last"
+    string = whole.text[5:8]
+    at = whole.text.index(string)
+    cut = plain(prompt, params(max_tokens=20, logit_bias=no_eos, stop=[string], logprobs=0)).outputs[0]
+    assert cut.text == whole.text[:at]
+    assert cut.token_ids == whole.token_ids[: at + 3], "the token that completes the stop string is the last"
     assert cut.logprobs is not None and len(cut.logprobs) == len(cut.token_ids)
     assert (cut.finish_reason, cut.stop_reason) == ("stop", string)
 
 
 def test_eos_is_a_stop_without_a_reason_and_without_text() -> None:
-    output = alone([1], params(max_tokens=40, temperature=1.0, seed=1), eos_bias=9.0).outputs[0]
+    output = plain([1], params(max_tokens=40, temperature=1.0, seed=1), eos_bias=9.0).outputs[0]
     assert output.token_ids[-1] == EOS
     assert (output.finish_reason, output.stop_reason) == ("stop", None)
     assert len(output.text) == len(output.token_ids) - 1
 
 
 def test_min_tokens_holds_eos_back() -> None:
-    output = alone([1], params(max_tokens=20, min_tokens=10), eos_bias=99.0).outputs[0]
+    output = plain([1], params(max_tokens=20, min_tokens=10), eos_bias=99.0).outputs[0]
     assert len(output.token_ids) == 11 and output.token_ids[-1] == EOS
 
 
@@ -270,12 +246,12 @@ NO_EOS = {EOS: -100.0}  # so that every token is one character
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 9])
 def test_text_held_back_for_a_stop_string_that_never_comes_is_given_out(max_tokens: int) -> None:
-    plain = alone([3, 1, 4], params(max_tokens=max_tokens, logit_bias=NO_EOS)).outputs[0]
-    held = alone([3, 1, 4], params(max_tokens=max_tokens, logit_bias=NO_EOS, stop=[plain.text[-1] + "~"])).outputs[0]
-    assert (held.text, held.token_ids, held.finish_reason) == (plain.text, plain.token_ids, "length")
+    whole = plain([3, 1, 4], params(max_tokens=max_tokens, logit_bias=NO_EOS)).outputs[0]
+    held = plain([3, 1, 4], params(max_tokens=max_tokens, logit_bias=NO_EOS, stop=[whole.text[-1] + "~"])).outputs[0]
+    assert (held.text, held.token_ids, held.finish_reason) == (whole.text, whole.token_ids, "length")
     assert len(held.text) == max_tokens
 
-    ended = alone(
+    ended = plain(
         [3, 1, 4], params(max_tokens=20, logit_bias={EOS: 100.0, 5: 99.0}, min_tokens=2, stop=["f~", "ff~"])
     ).outputs[0]
     assert ended.finish_reason == "stop" and ended.token_ids[-1] == EOS
@@ -283,16 +259,16 @@ def test_text_held_back_for_a_stop_string_that_never_comes_is_given_out(max_toke
 
 
 def test_stop_strings_within_the_first_min_tokens_are_ignored() -> None:
-    plain = alone([3, 1, 4], params(max_tokens=20, logit_bias=NO_EOS)).outputs[0]
-    early = plain.text[1:3]
-    assert early not in plain.text[3:], "choose another prompt: the string must come once"
-    cut = alone([3, 1, 4], params(max_tokens=20, logit_bias=NO_EOS, stop=[early])).outputs[0]
-    assert cut.text == plain.text[:1]
+    whole = plain([3, 1, 4], params(max_tokens=20, logit_bias=NO_EOS)).outputs[0]
+    early = whole.text[1:3]
+    assert early not in whole.text[3:], "choose another prompt: the string must come once"
+    cut = plain([3, 1, 4], params(max_tokens=20, logit_bias=NO_EOS, stop=[early])).outputs[0]
+    assert cut.text == whole.text[:1]
     for min_tokens, ignored in [(2, False), (3, True), (4, True)]:
-        output = alone(
+        output = plain(
             [3, 1, 4], params(max_tokens=20, logit_bias=NO_EOS, stop=[early], min_tokens=min_tokens)
         ).outputs[0]
-        assert (output.text == plain.text) is ignored
+        assert (output.text == whole.text) is ignored
 
 
 class HalvesTokenizer(LetterTokenizer):

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes import EOS, make_engine
-from pilotfish.engine.engine import Engine
-from pilotfish.types import RequestOutput, SamplingParams, SpeculationStats
-from speculation_engines import (
+from engines import (
     ALWAYS_RIGHT,
     KS,
     SCHEMES,
@@ -24,6 +21,9 @@ from speculation_engines import (
     run,
     summary,
 )
+from fakes import EOS, make_engine
+from pilotfish.engine.engine import Engine
+from pilotfish.types import RequestOutput, SamplingParams, SpeculationStats
 
 
 def check_totals(engine: Engine, outputs: list[RequestOutput]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from engines import check_statistics, engine_with, one, params, plain, summary
 from fakes import EOS
 from pilotfish.llm import LLM
 from pilotfish.types import RequestOutput, SamplingParams
-from speculation_engines import check_statistics, engine_with, one, params, plain, summary
 
 PROMPT, NO_EOS = [3, 1, 4], {EOS: -100.0}
 

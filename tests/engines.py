@@ -1,4 +1,4 @@
-"""Engines of :mod:`fakes` that speculate, and what their outputs are compared with."""
+"""Engines of :mod:`fakes`, plain and speculating, and what their outputs are compared with."""
 
 from __future__ import annotations
 
