@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from pilotfish.bench.results import machine_facts
 from pilotfish.config import EngineConfig
 from pilotfish.engine import Engine, load_engine
 from pilotfish.models.checkpoint import resolve_model
@@ -89,21 +87,12 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {"cpu": cpu, "cpus": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version()}
-
-
 def report(title: str, rows: Sequence[dict[str, Any]], facts: dict[str, Any], as_json: bool) -> None:
     """Print the figures: one JSON object, or a table with one line a row."""
     if as_json:
-        json.dump({"benchmark": title, "machine": machine(), **facts, "results": list(rows)}, sys.stdout, indent=2)
+        json.dump(
+            {"benchmark": title, "machine": machine_facts(), **facts, "results": list(rows)}, sys.stdout, indent=2
+        )
         print()
         return
     console = Console()
@@ -113,5 +102,5 @@ def report(title: str, rows: Sequence[dict[str, Any]], facts: dict[str, Any], as
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     console.print(table)
-    for name, value in {**machine(), **facts}.items():
+    for name, value in {**machine_facts(), **facts}.items():
         console.print(f"{name}: {value}", highlight=False)

@@ -61,7 +61,7 @@ def _build_engine(checkpoint: Checkpoint, config: EngineConfig, use_cache: bool,
         with closing(resolve_model(name, dtype=config.dtype, cache=use_cache, progress=progress)) as draft:
             return _load_model(draft, ops, config.max_model_len, progress), draft.load_tokenizer()
 
-    context = SpeculationContext(target, tokenizer, ops, load_draft)
+    context = SpeculationContext(target, tokenizer, load_draft)
     scheme = load_scheme(config.speculation, context)
     shapes = [_kv_shape(model.config, config.page_size, ops.dtype) for model in (target, scheme.model) if model]
     # After the weights, so that what is free is free for pages.

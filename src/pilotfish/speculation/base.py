@@ -17,7 +17,6 @@ from typing import Protocol
 from torch import Tensor
 
 from pilotfish.models import Model
-from pilotfish.ops import Ops
 from pilotfish.runner import Runner
 from pilotfish.sampling import SamplerState
 from pilotfish.text import Tokenizer
@@ -114,13 +113,11 @@ class SpeculationContext:
     Attributes:
         target: the target.
         tokenizer: the target's.
-        ops: of the backend.
         load_model: another checkpoint by name, packed for the same ops: its model and tokenizer.
     """
 
     target: Model
     tokenizer: Tokenizer
-    ops: Ops
     load_model: Callable[[str], tuple[Model, Tokenizer]]
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from pilotfish.config import DraftModel, Speculation
 from pilotfish.errors import ConfigError
 from pilotfish.models import Model
-from pilotfish.ops import Ops
 from pilotfish.runner import Runner, Segment
 from pilotfish.sampling import LogitsRow, process_logits, sample, softmax_probs
 from pilotfish.speculation.base import CommittedRow, DraftRow, Proposal, Proposer, Scheme, SpeculationContext
@@ -115,10 +114,6 @@ class DraftProposer:
         self._with_probs = with_probs
         self._carries: dict[int, _Carry] = {}
 
-    @property
-    def _ops(self) -> Ops:
-        return self._runner.ops
-
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         tokens: list[list[int]] = [[] for _ in rows]
         probs: list[list[Tensor]] = [[] for _ in rows]
@@ -131,7 +126,7 @@ class DraftProposer:
                 q = softmax_probs(process_logits(logits.clone(), places), places)
                 for s, row in zip(active, q, strict=True):
                     probs[s].append(row)
-            chosen = sample(logits, places, self._ops).token_ids
+            chosen = sample(logits, places, self._runner.ops).token_ids
             for s, token in zip(active, chosen, strict=True):
                 tokens[s].append(token)
             active = [s for s in active if len(tokens[s]) < limits[s]]
