@@ -77,6 +77,11 @@ class PageCheckingRunner:
         self.page_size = page_size
         self._kv: NDArray[np.int64] = np.full(num_pages * page_size, -1)
 
+    @property
+    def features(self) -> torch.Tensor:
+        """Nothing: its proposers read none."""
+        return torch.empty(self.num_tokens[-1], 0)
+
     def forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         size = self._builder.build(segments)
         batch = self._builder.batch(size)
@@ -140,7 +145,7 @@ class GuessProposer:
         self.num_drafts += sum(map(len, drafts))
         return Proposal(drafts, [None] * len(rows))
 
-    def observe(self, rows: Sequence[CommittedRow]) -> None:
+    def observe(self, rows: Sequence[CommittedRow], features: torch.Tensor) -> None:
         pass
 
     def _guess(self, row: DraftRow) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,7 +83,7 @@ def test_a_row_taken_by_another_sequence_starts_anew() -> None:
     assert propose(proposer, second, 1) == [], "without word that the first has ended: it was aborted"
     second += [1, 2]
     assert propose(proposer, second, 1) == [1]
-    proposer.observe([CommittedRow(0, second, [], 0, 6, 1, True)])
+    proposer.observe([CommittedRow(0, second, [], 0, 0, 6, 1, True)], torch.empty(6, 0))
     assert propose(proposer, first, 1) == [3]
 
 

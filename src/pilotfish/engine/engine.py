@@ -195,6 +195,7 @@ class Engine:
         progressed: dict[str, RequestOutput] = {}
         committed: list[CommittedRow] = []
         remaining = iter(outcomes)
+        offset = 0
         for item, drafts in zip(scheduled, proposal.tokens, strict=True):
             row, completion = item.row, self._completions[item.row]
             index, pages = row.index, row.pages  # given up where the sequence finishes
@@ -212,11 +213,14 @@ class Engine:
                     self.scheduler.add((c.row for c in completion.request.completions[1:]), first=True)
             self.scheduler.commit(row, num_computed)
             committed.append(
-                CommittedRow(index, row.token_ids, pages, item.start, num_computed, len(drafts), completion.is_finished)
+                CommittedRow(
+                    index, row.token_ids, pages, item.start, offset, num_computed, len(drafts), completion.is_finished
+                )
             )
+            offset += item.num_tokens + len(drafts)
             if completion.is_finished:
                 self._retire(completion)
-        self.proposer.observe(committed)
+        self.proposer.observe(committed, self.runner.features)
         return list(progressed.values())
 
     def _speculation_stats(self) -> SpeculationStats:

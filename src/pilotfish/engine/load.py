@@ -20,7 +20,7 @@ from pilotfish.models.checkpoint import Checkpoint, Progress, load_weights, reso
 from pilotfish.ops import Ops
 from pilotfish.ops.reference import TorchOps
 from pilotfish.runner import BatchBuilder, EagerRunner, Runner
-from pilotfish.speculation import SpeculationContext, load_scheme
+from pilotfish.speculation import Scheme, SpeculationContext, load_scheme
 from pilotfish.text import Tokenizer
 
 __all__ = ["load_engine"]
@@ -29,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 def load_engine(
-    model: str, config: EngineConfig | None = None, *, use_cache: bool = True, progress: Progress | None = None
+    model: str,
+    config: EngineConfig | None = None,
+    *,
+    use_cache: bool = True,
+    progress: Progress | None = None,
+    scheme: Scheme | None = None,
 ) -> Engine:
     """Load a model and build an engine around it.
 
@@ -39,6 +44,7 @@ def load_engine(
         config: settings; None takes the defaults.
         use_cache: keep the converted copy of a GGUF file for the next time.
         progress: told what is being done and how far it is.
+        scheme: at work instead of the one that ``config.speculation`` names, for tools that watch what is computed.
 
     Raises:
         CheckpointError: the model cannot be found, read or run.
@@ -48,10 +54,16 @@ def load_engine(
     config = config or EngineConfig()
     checkpoint = resolve_model(model, dtype=config.dtype, cache=use_cache, progress=progress)
     with closing(checkpoint):
-        return _build_engine(checkpoint, config, use_cache, progress)
+        return _build_engine(checkpoint, config, use_cache, progress, scheme)
 
 
-def _build_engine(checkpoint: Checkpoint, config: EngineConfig, use_cache: bool, progress: Progress | None) -> Engine:
+def _build_engine(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    use_cache: bool,
+    progress: Progress | None,
+    scheme: Scheme | None,
+) -> Engine:
     config = replace(config, backend=_choose_backend(config), threads=_choose_threads(config, Machine.detect()))
     ops = _make_ops(config, checkpoint.dtype)
     target = _load_model(checkpoint, ops, config.max_model_len, progress)
@@ -62,7 +74,8 @@ def _build_engine(checkpoint: Checkpoint, config: EngineConfig, use_cache: bool,
             return _load_model(draft, ops, config.max_model_len, progress), draft.load_tokenizer()
 
     context = SpeculationContext(target, tokenizer, load_draft)
-    scheme = load_scheme(config.speculation, context)
+    if scheme is None:
+        scheme = load_scheme(config.speculation, context)
     shapes = [_kv_shape(model.config, config.page_size, ops.dtype) for model in (target, scheme.model) if model]
     # After the weights, so that what is free is free for pages.
     page_bytes = sum(shape.bytes_per_page for shape in shapes)

@@ -32,6 +32,7 @@ class RecordedRunner:
     ) -> None:
         self.ops = ops
         self._builder = builder
+        self._num_tokens = 0
         batch = builder.batch(builder.full_size)
         self._plan = plan = attention.plan(batch)
         logits_rows = builder.logits_rows(max_logits)
@@ -57,6 +58,10 @@ class RecordedRunner:
         return self._builder.page_size
 
     @property
+    def features(self) -> Tensor:
+        return self._hidden.output[: self._num_tokens]
+
+    @property
     def native_ns(self) -> int:
         """Nanoseconds spent in native kernels so far: the model's, and those of its ops that ran one by one."""
         return self._hidden.program.native_ns + self._logits.program.native_ns + self.ops.eager_ns
@@ -79,4 +84,5 @@ class RecordedRunner:
         size = self._builder.build(segments)
         self._plan.resize(size.num_tokens, size.num_seqs)
         self._hidden.run(size.num_tokens)
+        self._num_tokens = size.num_tokens
         return self._logits.run(size.num_logits)

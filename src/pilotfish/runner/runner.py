@@ -29,6 +29,12 @@ class Runner(Protocol):
         """Tokens in a KV page."""
         ...
 
+    @property
+    def features(self) -> Tensor:
+        """What the last forward pass computed for draft heads to read, a row for each of its tokens in segment order:
+        the hidden states after the final norm, [T, H] in the ops' dtype. The next call may overwrite it."""
+        ...
+
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         """Compute the segments' tokens, write their KV, and return float32 [R, V] logits of the rows asked for.
 
@@ -45,14 +51,19 @@ class EagerRunner:
         self._model = model
         self._attention = attention
         self._builder = builder
+        self._features = torch.empty(0)
 
     @property
     def page_size(self) -> int:
         return self._builder.page_size
 
+    @property
+    def features(self) -> Tensor:
+        return self._features
+
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         size = self._builder.build(segments)
         batch = self._builder.batch(size)
-        hidden = self._model.forward(batch, self._attention.plan(batch))
+        hidden = self._features = self._model.forward(batch, self._attention.plan(batch))
         return self._model.logits(self.ops.gather_rows(hidden, self._builder.logits_rows(size.num_logits)))

@@ -52,6 +52,7 @@ class CommittedRow:
         token_ids: prompt and output, accepted drafts and bonus token included.
         pages: the pages it had in this step.
         start: tokens that were in the target's KV before the step.
+        offset: where its first token is among the step's.
         num_computed: leading tokens that are in the target's KV now.
         num_drafts: drafts that were proposed for it.
         finished: it will not be scheduled again.
@@ -61,6 +62,7 @@ class CommittedRow:
     token_ids: Sequence[int]
     pages: list[int]
     start: int
+    offset: int
     num_computed: int
     num_drafts: int
     finished: bool
@@ -91,8 +93,14 @@ class Proposer(Protocol):
         """Propose at most ``max_drafts`` tokens for each row."""
         ...
 
-    def observe(self, rows: Sequence[CommittedRow]) -> None:
-        """Learn what the step made of the rows that :meth:`propose` saw, in the same order."""
+    def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
+        """Learn what the step made of the rows that :meth:`propose` saw, in the same order.
+
+        Args:
+            rows: the step's sequences.
+            features: :attr:`pilotfish.runner.Runner.features` of the step, [T, F]. Those of a row's tokens, drafts
+                included, begin at ``row.offset``. Overwritten by the next step.
+        """
         ...
 
 
@@ -102,7 +110,7 @@ class NoProposer:
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         return Proposal.empty(len(rows))
 
-    def observe(self, rows: Sequence[CommittedRow]) -> None:
+    def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
         pass
 
 

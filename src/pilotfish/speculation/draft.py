@@ -145,7 +145,7 @@ class DraftProposer:
                 )
         return Proposal(tokens, [torch.stack(q) if q else None for q in probs])
 
-    def observe(self, rows: Sequence[CommittedRow]) -> None:
+    def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
         """Run over what is new, so that pages that the prefix cache may hand out hold true entries of the draft too."""
         segments, carries = [], []
         for row in rows:

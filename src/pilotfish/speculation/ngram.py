@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from pilotfish.config import Ngram, Speculation
 from pilotfish.runner import Runner
 from pilotfish.speculation.base import CommittedRow, DraftRow, Proposal, Proposer, Scheme, SpeculationContext
@@ -75,7 +77,7 @@ class NgramProposer:
         drafts = [self._index(row).lookup(row.token_ids, row.max_drafts) if row.max_drafts else [] for row in rows]
         return Proposal(drafts, [None] * len(rows))
 
-    def observe(self, rows: Sequence[CommittedRow]) -> None:
+    def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
         for row in rows:
             if row.finished:
                 self._indices.pop(row.index, None)
