@@ -77,7 +77,7 @@ struct ThreadMemory {
         report = reinterpret_cast<Report*>(take(sizeof(Report)));
         scratch.q = floats(static_cast<std::int64_t>(kBlockRows) * d_pad);
         scratch.scores = floats(kTileRows * kScoreStride);
-        scratch.clean_values = floats(static_cast<std::int64_t>(kGroup) * d_pad);
+        scratch.clean_values = floats(static_cast<std::int64_t>(2 * kGroup) * d_pad);
         scratch.fresh = partial();
         scratch.running = partial();
         scratch.partials = floats(max_chunks * AttentionScratch::partial_floats(d_pad));

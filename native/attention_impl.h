@@ -41,12 +41,14 @@ PF_INLINE void pack_bf16(const Bf16* q, int dim, int d_pad, Bf16* out) {
     for (; d < d_pad; ++d) out[d] = d < dim ? q[d] : Bf16{};
 }
 
+// The group's tokens [begin, end), zeros in place of the others. A slot before a sequence's first key, or behind its
+// last one, holds whatever was there before: its weight is 0, but 0 times NaN is NaN.
 template <class T>
-const T* clean_tail(const T* group, int d_pad, int tokens, T* buffer) {
-    // A slot behind the sequence's end holds whatever was there before: its weight is 0, but 0 times NaN is NaN.
+const T* clean_values(const T* group, int d_pad, int begin, int end, T* buffer) {
     constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
     std::memcpy(buffer, group, sizeof(T) * static_cast<std::size_t>(kGroup * d_pad));
-    for (int t = tokens; t < kGroup; ++t) {
+    for (int t = 0; t < kGroup; ++t) {
+        if (t >= begin && t < end) continue;
         T* row = buffer + t / kPair * d_pad * kPair + t % kPair;
         for (int d = 0; d < d_pad; ++d) row[d * kPair] = T{};
     }
@@ -66,7 +68,12 @@ Chunk<T> find_chunk(const AttentionCall& call, const RowBlock& block, int index,
         const std::int64_t at = (page * kv.num_kv_heads + block.kv_head) * kv.page_size + token % kv.page_size;
         chunk.k[g] = static_cast<const T*>(kv.k) + at * kv.d_pad;
         chunk.v[g] = static_cast<const T*>(kv.v) + at * kv.d_pad;
-        if (token + kGroup > kv_len) chunk.v[g] = clean_tail(chunk.v[g], kv.d_pad, kv_len - token, clean);
+        const int first = token < kv.first_key ? kv.first_key - token : 0;
+        const int last = smaller(kv_len - token, kGroup);
+        if (first > 0 || last < kGroup) {
+            T* buffer = first > 0 ? clean : clean + kGroup * kv.d_pad;
+            chunk.v[g] = clean_values(chunk.v[g], kv.d_pad, first, last, buffer);
+        }
     }
     return chunk;
 }
@@ -247,6 +254,11 @@ class Walk {
         const int groups = clamp((ends_[first / kTileRows] - chunk.first_token + kGroup - 1) / kGroup, 0, kChunkGroups);
         const auto* q = static_cast<const typename Math::Q*>(scratch_.q) + static_cast<std::int64_t>(first) * d_pad;
         Math::scores(q, rows, d_pad, chunk.k, groups, scratch_.scores);
+        // Hidden from all rows alike, so what a row's mask says about these tokens doesn't matter.
+        for (int token = chunk.first_token; token < call_.kv.first_key; ++token) {
+            float* score = scratch_.scores + token - chunk.first_token;
+            for (int r = 0; r < rows; ++r) score[r * kScoreStride] = kNegativeInfinity;
+        }
         // All maxima first, so that a row need not wait for its own to come out of the lanes.
         const float scale = call_.scale * kLog2E;
         for (int r = 0; r < rows; ++r) {

@@ -50,7 +50,7 @@ struct Partial {
 struct AttentionScratch {
     void* q;             // [kBlockRows, d_pad], as the instruction set wants it
     float* scores;       // [kTileRows, kScoreStride], then the weights, each row in its scores' place
-    void* clean_values;  // a group of V whose tail is zeroed
+    void* clean_values;  // two groups of V with zeros where a sequence has no values: its first group and its last
     Partial fresh;       // of the chunk in work
     Partial running;     // of the chunks 0, 1, ... so far
     float* partials;     // those of single chunks, for a block that another thread began

@@ -68,6 +68,20 @@ void add_rms_norm_rows(const Ctx& ctx, std::int64_t rows, const void* x, std::in
 }
 
 template <class T>
+void add_rows(const Ctx& ctx, std::int64_t rows, const void* x, std::int64_t x_stride, const void* residual,
+              std::int64_t residual_stride, void* out, std::int64_t out_stride, int dim) {
+    const Range range = split(rows, ctx);
+    for (std::int64_t row = range.begin; row < range.end; ++row) {
+        const T* a = static_cast<const T*>(residual) + row * residual_stride;
+        const T* b = static_cast<const T*>(x) + row * x_stride;
+        T* sum = static_cast<T*>(out) + row * out_stride;
+        for_each_vector(dim, [&](int i, int n) {
+            store_up_to(sum + i, add(load_up_to(a + i, n), load_up_to(b + i, n)), n);
+        });
+    }
+}
+
+template <class T>
 void silu_mul_rows(const Ctx& ctx, std::int64_t rows, const void* gate_up, std::int64_t stride, void* out,
                    std::int64_t out_stride, int dim) {
     // One row is worth sharing too: the unit of work is a block of a row.
@@ -100,6 +114,12 @@ void add_rms_norm(const Ctx& ctx, std::int64_t rows, DType dtype, const void* x,
     kernel(ctx, rows, x, x_stride, residual, residual_stride, w, out, out_stride, dim, eps);
 }
 
+void add(const Ctx& ctx, std::int64_t rows, DType dtype, const void* x, std::int64_t x_stride, const void* residual,
+         std::int64_t residual_stride, void* out, std::int64_t out_stride, int dim) {
+    const auto kernel = dtype == DType::f32 ? add_rows<float> : add_rows<Bf16>;
+    kernel(ctx, rows, x, x_stride, residual, residual_stride, out, out_stride, dim);
+}
+
 void silu_mul(const Ctx& ctx, std::int64_t rows, DType dtype, const void* gate_up, std::int64_t gate_up_stride,
               void* out, std::int64_t out_stride, int dim) {
     const auto kernel = dtype == DType::f32 ? silu_mul_rows<float> : silu_mul_rows<Bf16>;
@@ -108,6 +128,6 @@ void silu_mul(const Ctx& ctx, std::int64_t rows, DType dtype, const void* gate_u
 
 }  // namespace
 
-const ElementwiseTable elementwise_table{rms_norm, add_rms_norm, silu_mul};
+const ElementwiseTable elementwise_table{rms_norm, add_rms_norm, add, silu_mul};
 
 }  // namespace pf::PF_ISA

@@ -8,6 +8,7 @@ namespace pf {
 struct ElementwiseTable {
     decltype(&pf::rms_norm) rms_norm;
     decltype(&pf::add_rms_norm) add_rms_norm;
+    decltype(&pf::add) add;
     decltype(&pf::silu_mul) silu_mul;
 };
 

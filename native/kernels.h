@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace pf {
 
@@ -75,12 +76,27 @@ void rms_norm(const Ctx&, std::int64_t rows, DType dtype, const void* x, std::in
 void add_rms_norm(const Ctx&, std::int64_t rows, DType dtype, const void* x, std::int64_t x_stride, void* residual,
                   std::int64_t residual_stride, const void* w, void* out, std::int64_t out_stride, int dim, float eps);
 
+// out = residual + x.
+void add(const Ctx&, std::int64_t rows, DType dtype, const void* x, std::int64_t x_stride, const void* residual,
+         std::int64_t residual_stride, void* out, std::int64_t out_stride, int dim);
+
 // gate_up = [gate | up], out = silu(gate) * up; dim = length of out.
 void silu_mul(const Ctx&, std::int64_t rows, DType dtype, const void* gate_up, std::int64_t gate_up_stride, void* out,
               std::int64_t out_stride, int dim);
 
 void gather_rows(const Ctx&, std::int64_t rows, DType dtype, const void* x, std::int64_t x_stride,
                  const std::int32_t* index, void* out, std::int64_t out_stride, int dim);
+
+// One of the tensors that concat puts side by side.
+struct Columns {
+    const void* x;
+    std::int64_t stride;
+    int dim;
+};
+
+// out = [parts[0] | parts[1] | ...].
+void concat(const Ctx&, std::int64_t rows, DType dtype, const std::vector<Columns>& parts, void* out,
+            std::int64_t out_stride);
 
 // ---------------------------------------------------------------------------------------------------------------
 // sampling.cpp. Logits are float32; ties go to the lowest token id.
@@ -103,6 +119,7 @@ struct KVLayer {
     int num_q_heads, num_kv_heads, head_dim, d_pad, page_size;
     void* k;
     void* v;
+    int first_key = 0;  // tokens at the start of every sequence that no query attends to: 0 or 1
 };
 
 // Rotates q and k in place (cos, sin: float32 [positions, head_dim / 2]; null: no rotation), writes k and v to slots.

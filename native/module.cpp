@@ -127,13 +127,30 @@ void bind_attention(nb::module_& m) {
         .def(
             "__init__",
             [](KVLayer* self, const std::string& dtype, int num_q_heads, int num_kv_heads, int head_dim, int d_pad,
-               int page_size, Address k, Address v) {
-                new (self) KVLayer{dtype_from(dtype), num_q_heads, num_kv_heads, head_dim, d_pad, page_size, at(k), at(v)};
+               int page_size, Address k, Address v, int first_key) {
+                if (first_key != 0 && first_key != 1) {
+                    throw std::invalid_argument("first_key=" + std::to_string(first_key) + ": must be 0 or 1");
+                }
+                new (self) KVLayer{dtype_from(dtype), num_q_heads, num_kv_heads, head_dim, d_pad, page_size,
+                                   at(k), at(v), first_key};
             },
-            "dtype"_a, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "d_pad"_a, "page_size"_a, "k"_a, "v"_a);
+            "dtype"_a, "num_q_heads"_a, "num_kv_heads"_a, "head_dim"_a, "d_pad"_a, "page_size"_a, "k"_a, "v"_a,
+            "first_key"_a = 0);
 
     m.def("attention_scratch_bytes", &attention_scratch_bytes, "layer"_a, "max_tokens"_a, "max_seqs"_a, "max_kv_len"_a,
           "num_threads"_a);
+}
+
+std::vector<Columns> columns(const std::vector<Address>& xs, const std::vector<std::int64_t>& strides,
+                             const std::vector<int>& dims) {
+    if (strides.size() != xs.size() || dims.size() != xs.size()) {
+        throw std::invalid_argument("concat got " + std::to_string(xs.size()) + " tensors, " +
+                                    std::to_string(strides.size()) + " strides and " + std::to_string(dims.size()) +
+                                    " widths: must be equally many");
+    }
+    std::vector<Columns> parts;
+    for (std::size_t i = 0; i < xs.size(); ++i) parts.push_back({at(xs[i]), strides[i], dims[i]});
+    return parts;
 }
 
 // Row-wise kernels of models.
@@ -180,6 +197,26 @@ void bind_model_commands(nb::class_<Program>& program) {
             },
             "dtype"_a, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "weight"_a, "out"_a, "out_stride"_a,
             "dim"_a, "eps"_a)
+        .def(
+            "add",
+            [](Program& p, const std::string& dtype, Address x, std::int64_t x_stride, Address residual,
+               std::int64_t residual_stride, Address out, std::int64_t out_stride, int dim) {
+                p.add("add", [=, type = dtype_from(dtype)](const Ctx& ctx, std::int64_t rows) {
+                    add(ctx, rows, type, at(x), x_stride, at(residual), residual_stride, at(out), out_stride, dim);
+                });
+            },
+            "dtype"_a, "x"_a, "x_stride"_a, "residual"_a, "residual_stride"_a, "out"_a, "out_stride"_a, "dim"_a)
+        .def(
+            "concat",
+            [](Program& p, const std::string& dtype, const std::vector<Address>& xs,
+               const std::vector<std::int64_t>& x_strides, const std::vector<int>& dims, Address out,
+               std::int64_t out_stride) {
+                p.add("concat", [=, type = dtype_from(dtype), parts = columns(xs, x_strides, dims)](
+                                    const Ctx& ctx, std::int64_t rows) {
+                    concat(ctx, rows, type, parts, at(out), out_stride);
+                });
+            },
+            "dtype"_a, "xs"_a, "x_strides"_a, "dims"_a, "out"_a, "out_stride"_a)
         .def(
             "silu_mul",
             [](Program& p, const std::string& dtype, Address gate_up, std::int64_t stride, Address out,

@@ -84,6 +84,7 @@ class Heads:
     dim: int
     page_size: int
     dtype: torch.dtype
+    first_key: int = 0
 
     @property
     def d_pad(self) -> int:
@@ -99,11 +100,13 @@ class Heads:
             page_size=self.page_size,
             k=k.data_ptr(),
             v=v.data_ptr(),
+            first_key=self.first_key,
         )
 
 
 class Pool:
-    """Random K and V of some sequences, in shuffled pages; every slot that no sequence uses is NaN."""
+    """Random K and V of some sequences, in shuffled pages; every slot that no sequence uses is NaN, and so are the
+    slots before ``heads.first_key``."""
 
     def __init__(self, heads: Heads, lengths: Sequence[int], seed: int = 0) -> None:
         self.heads = heads
@@ -126,6 +129,7 @@ class Pool:
                 for i, page in enumerate(pages):
                     part = x[i * heads.page_size : (i + 1) * heads.page_size]
                     pool[page, :, : part.shape[0], : heads.dim] = part.transpose(0, 1)
+                pool[pages[0], :, : heads.first_key, : heads.dim] = float("nan")
         self.native_k, self.native_v = to_pages_k(k), to_pages_v(v)
         self.layer = heads.layer(self.native_k, self.native_v)
 
@@ -185,13 +189,16 @@ class Pool:
 
         Args:
             seq, kv_len, q: as in :meth:`attend`.
-            visible: bool [tokens, kv_len].
+            visible: bool [tokens, kv_len]. What lies before ``heads.first_key`` is hidden besides; a token that sees
+                nothing gets zeros.
         """
+        visible = visible & (torch.arange(kv_len) >= self.heads.first_key)
         group = self.heads.num_q // self.heads.num_kv
         k = self.k[seq][:kv_len].double().repeat_interleave(group, dim=1)
         v = self.v[seq][:kv_len].double().repeat_interleave(group, dim=1)
         scores = torch.einsum("thd,khd->htk", q.double(), k) * self.heads.dim**-0.5
         weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        weights = weights.masked_fill(~visible.any(-1, keepdim=True), 0.0)
         return torch.einsum("htk,khd->thd", weights, v), torch.einsum("htk,khd->thd", weights, v.abs())
 
 

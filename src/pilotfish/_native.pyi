@@ -82,6 +82,7 @@ class KVLayer:
         page_size: int,
         k: int,
         v: int,
+        first_key: int = 0,
     ) -> None: ...
 
 def attention_scratch_bytes(layer: KVLayer, max_tokens: int, max_seqs: int, max_kv_len: int, num_threads: int) -> int:
@@ -131,6 +132,20 @@ class Program:
         out_stride: int,
         dim: int,
         eps: float,
+    ) -> None: ...
+    def add(
+        self,
+        dtype: str,
+        x: int,
+        x_stride: int,
+        residual: int,
+        residual_stride: int,
+        out: int,
+        out_stride: int,
+        dim: int,
+    ) -> None: ...
+    def concat(
+        self, dtype: str, xs: list[int], x_strides: list[int], dims: list[int], out: int, out_stride: int
     ) -> None: ...
     def silu_mul(self, dtype: str, gate_up: int, stride: int, out: int, out_stride: int, dim: int) -> None: ...
     def gather_rows(

@@ -61,9 +61,51 @@ def test_ragged_batch_matches_dense(isa: str, dtype: torch.dtype, shape: tuple[i
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_first_key_is_hidden_from_every_query(isa: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    """K and V of position 0 are NaN; sequences of one group, of whole and broken chunks, and of three and five."""
+    heads = Heads(*shape, dtype, first_key=1)
+    sizes = [(2, 1), (300, 1), (17, 16), (529, 30), (256, 1), (257, 256), (1041, 3)]  # KV entries, queries
+    pool = Pool(heads, [kv_len for kv_len, _ in sizes])
+    batch = [(s, kv_len, queries(heads, count, seed=s)) for s, (kv_len, count) in enumerate(sizes)]
+    start = 0
+    out = pool.attend(Kernels(isa), batch)
+    for seq, kv_len, q in batch:
+        expected, magnitude = pool.reference(seq, kv_len, q, causal(q.shape[0], kv_len))
+        check(out[start : start + q.shape[0]], expected, magnitude)
+        start += q.shape[0]
+    for num_threads in (1, 3):
+        assert torch.equal(pool.attend(Kernels(isa, num_threads), batch), out)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_len", [1, 20, 300])
+def test_a_query_that_sees_no_key_gets_zeros(isa: str, dtype: torch.dtype, kv_len: int) -> None:
+    """The query of position 0, which callers with first_key=1 never have, does no harm to the rows of its tile."""
+    heads = Heads(6, 2, 64, 16, dtype, first_key=1)
+    pool = Pool(heads, [kv_len, 40])
+    q, other = queries(heads, kv_len), queries(heads, 2, seed=2)
+    out = pool.attend(Kernels(isa), [(0, kv_len, q), (1, 40, other)])
+    assert out[0].eq(0).all()
+    check(out[:kv_len], *pool.reference(0, kv_len, q, causal(kv_len, kv_len)))
+    check(out[kv_len:], *pool.reference(1, 40, other, causal(2, 40)))
+
+
+def test_first_key_is_0_or_1() -> None:
+    for first_key in (-1, 2):
+        with pytest.raises(ValueError, match=rf"first_key={first_key}: must be 0 or 1"):
+            Pool(Heads(1, 1, 16, 16, torch.float32, first_key=first_key), [1])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-def test_bits_do_not_depend_on_the_batch(isa: str, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
-    heads = Heads(*shape, dtype)
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_bits_do_not_depend_on_the_batch(
+    isa: str, dtype: torch.dtype, shape: tuple[int, int, int, int], first_key: int
+) -> None:
+    heads = Heads(*shape, dtype, first_key)
     length, count = 707, 45
     pool = Pool(heads, [length, 300, 40])
     q = queries(heads, count)
@@ -83,11 +125,14 @@ def test_bits_do_not_depend_on_the_batch(isa: str, dtype: torch.dtype, shape: tu
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("num_threads", [5, 16])
-def test_many_threads_share_one_row(isa: str, num_threads: int) -> None:
-    heads = Heads(2, 1, 32, 16, torch.float32)
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_many_threads_share_one_row(isa: str, num_threads: int, first_key: int) -> None:
+    heads = Heads(2, 1, 32, 16, torch.float32, first_key)
     pool = Pool(heads, [2100])
     row = [(0, 2100, queries(heads, 1))]
-    assert torch.equal(pool.attend(Kernels(isa, num_threads), row), pool.attend(Kernels(isa, 1), row))
+    out = pool.attend(Kernels(isa, num_threads), row)
+    assert out.isfinite().all()
+    assert torch.equal(out, pool.attend(Kernels(isa, 1), row))
 
 
 def random_tree(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -112,8 +157,9 @@ def pack_bits(sees: Tensor) -> Tensor:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("kv_len", "count"), [(20, 20), (300, 63), (262, 9), (600, 70), (530, 130)])
-def test_tree_matches_dense(isa: str, dtype: torch.dtype, kv_len: int, count: int) -> None:
-    heads = Heads(6, 2, 64, 16, dtype)
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_tree_matches_dense(isa: str, dtype: torch.dtype, kv_len: int, count: int, first_key: int) -> None:
+    heads = Heads(6, 2, 64, 16, dtype, first_key)
     pool = Pool(heads, [kv_len])
     q = queries(heads, count)
     masks, sees = random_tree(count, seed=count)

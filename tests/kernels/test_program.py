@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers import make_batch, pages_for
 from pilotfish import _native
-from pilotfish.attention import ForwardBatch, KVShape, RopeTable
+from pilotfish.attention import AttentionBackend, ForwardBatch, KVShape, RopeTable
 from pilotfish.attention.native import NativeAttention
+from pilotfish.attention.reference import ReferenceAttention
 from pilotfish.errors import BackendError, ConfigError
 from pilotfish.ops import Linear
 from pilotfish.ops.native import NativeOps, fastest_path
@@ -66,8 +68,8 @@ def kv_shape(dtype: torch.dtype) -> KVShape:
     return KVShape(LAYERS, KV_HEADS, HEADS, HEAD_DIM, PAGE_SIZE, dtype)
 
 
-def make_attention(ops: NativeOps) -> NativeAttention:
-    return NativeAttention(ops, kv_shape(ops.dtype), 6, max_tokens=40, max_seqs=3, max_kv_len=64)
+def make_attention(ops: NativeOps, first_key: int = 0) -> NativeAttention:
+    return NativeAttention(ops, kv_shape(ops.dtype), 6, max_tokens=40, max_seqs=3, max_kv_len=64, first_key=first_key)
 
 
 def prompts(*lengths: int) -> ForwardBatch:
@@ -168,16 +170,17 @@ def test_the_fastest_path_is_one_of_the_machines_and_needs_no_more_than_was_aske
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("isa", _native.supported_isas())
-def test_replay_equals_eager(isa: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_replay_equals_eager(isa: str, dtype: torch.dtype, first_key: int) -> None:
     ops = NativeOps(dtype, _native.Team(2), isa)
     model = TinyDecoder(ops)
-    attention = make_attention(ops)
+    attention = make_attention(ops, first_key)
     buffers, rows = full_buffers(), torch.zeros(5, dtype=torch.int32)
     plan = attention.plan(buffers)
     arrays = [buffers.token_ids, buffers.positions, buffers.slots]
     body = record(ops, lambda: model.forward(buffers, plan), rows=40, inputs=arrays, keep=[plan])
     head = record(ops, lambda: model.logits(ops.gather_rows(body.output, rows)), rows=5, inputs=[body.output, rows])
-    fresh = make_attention(ops)
+    fresh = make_attention(ops, first_key)
     for lengths in [(1,), (3, 1), (20, 17, 3), (2,), (32, 8)]:
         batch = prompts(*lengths)
         want = model.forward(batch, fresh.plan(batch))
@@ -283,6 +286,48 @@ def test_attention_refuses_bad_shapes() -> None:
     batch.kv_len[0] = 65
     with pytest.raises(ValueError, match="max_kv_len=64"):
         attention.plan(batch)
+
+
+def test_attention_refuses_another_first_key() -> None:
+    ops = NativeOps(torch.float32, _native.Team(1))
+    for first_key in (-1, 2):
+        with pytest.raises(ValueError, match=rf"first_key={first_key}: must be 0 .* or 1"):
+            make_attention(ops, first_key)
+
+
+def test_first_key_backends_agree_where_position_0_has_no_row() -> None:
+    """As a head without a row 0 runs: in passes from position 1 on, over pages whose first slot another used."""
+    ops = NativeOps(torch.float32, _native.Team(2))
+    lengths, generator = [20, 2, 17], torch.Generator().manual_seed(1)
+    pages = pages_for(lengths, PAGE_SIZE)
+    whole = make_batch([[0] * n for n in lengths], pages, PAGE_SIZE)
+    wide = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    qkv, used = (torch.randn(sum(lengths), wide, generator=generator) for _ in range(2))
+    used[:, -KV_HEADS * HEAD_DIM :] *= 1e30  # values that show who looks at them
+    angles = torch.arange(64).unsqueeze(1) * torch.linspace(0.1, 1.0, HEAD_DIM // 2)
+    rope = RopeTable(angles.cos(), angles.sin())
+
+    def run(backend: AttentionBackend, batch: ForwardBatch, rows: Tensor) -> Tensor:
+        q, k, v = rows.clone().split([HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM], dim=1)
+        return backend.plan(batch).run(1, q, k, v, rope)
+
+    def passes(backend: AttentionBackend) -> list[Tensor]:
+        run(backend, whole, used)
+        outputs, past = [], [1, 1, 1]
+        for upto in ([17, 1, 5], lengths):
+            new = [[0] * (b - a) for a, b in zip(past, upto, strict=True)]
+            own = [
+                qkv[start + a : start + b] for start, a, b in zip(whole.query_start.tolist(), past, upto, strict=False)
+            ]
+            outputs.append(run(backend, make_batch(new, pages, PAGE_SIZE, past), torch.cat(own)))
+            past = upto
+        return outputs
+
+    native = passes(make_attention(ops, first_key=1))
+    reference = passes(ReferenceAttention(kv_shape(torch.float32), 6, first_key=1))
+    for ours, theirs in zip(native, reference, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert all(x.abs().max() > 1e20 for x in passes(make_attention(ops)))  # with first_key=0 it is looked at
 
 
 def test_copy_slots_moves_keys_and_values() -> None:

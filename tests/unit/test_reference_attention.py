@@ -20,9 +20,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def make_pool(
-    page_size: int = 16, q_heads: int = 6, kv_heads: int = 2, num_pages: int = 64, dtype: torch.dtype = torch.float32
+    page_size: int = 16,
+    q_heads: int = 6,
+    kv_heads: int = 2,
+    num_pages: int = 64,
+    dtype: torch.dtype = torch.float32,
+    first_key: int = 0,
 ) -> ReferenceAttention:
-    return ReferenceAttention(KVShape(2, kv_heads, q_heads, DIM, page_size, dtype), num_pages)
+    return ReferenceAttention(KVShape(2, kv_heads, q_heads, DIM, page_size, dtype), num_pages, first_key)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
@@ -61,8 +66,10 @@ class Sequences:
         assert out.is_contiguous()
         return list(torch.split(out, [len(row) for row in new]))
 
-    def expected(self, s: int) -> Tensor:
-        return dense(self.q[s], self.k[s], self.v[s], causal(self.lengths[s], self.lengths[s]))
+    def expected(self, s: int, first_key: int = 0) -> Tensor:
+        """Of the tokens from ``first_key`` on."""
+        q, k, v = (x[s][first_key:] for x in (self.q, self.k, self.v))
+        return dense(q, k, v, causal(q.shape[0], q.shape[0]))
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 16, 64])
@@ -79,10 +86,42 @@ def test_ragged_passes_match_dense_attention(page_size: int, q_heads: int, kv_he
         )
 
 
-def test_a_row_has_the_same_bits_in_any_pass_and_batch() -> None:
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_first_key_is_hidden_from_every_query(page_size: int) -> None:
+    """The rest of a sequence attends as if it began at position 1, whatever lies in the first slot."""
+    sequences = Sequences([2, 130, 64, 17, 600], page_size, 6, 2)
+    backend = make_pool(page_size, num_pages=900, first_key=1)
+    backend.keys.fill_(torch.nan)
+    backend.values.fill_(torch.nan)
+    middle = [2, 70, 63, 1, 1]
+    first = sequences.run(backend, [1] * 5, middle)
+    second = sequences.run(backend, middle, sequences.lengths)
+    for s in range(5):
+        out = torch.cat([first[s], second[s]]).double()
+        torch.testing.assert_close(out, sequences.expected(s, first_key=1), rtol=1e-5, atol=1e-5)
+
+
+def test_first_key_is_hidden_in_trees_and_a_query_that_sees_nothing_gets_zeros() -> None:
+    sequences = Sequences([3, 40], 16, 6, 2)
+    backend = make_pool(first_key=1)
+    sequences.run(backend, [0, 0], [0, 39])
+    # Position 0 is the root of both children here.
+    bits = torch.cat([tree_bits([-1, 0, 0], 1), tree_bits([-1], 1)])
+    batch = make_batch([[0] * 3, [0]], sequences.pages, 16, [0, 39], tree_mask=bits)
+    q, k, v = (torch.cat([x[0], x[1][39:]]) for x in (sequences.q, sequences.k, sequences.v))
+    out = backend.plan(batch).run(0, q, k, v, None)
+    assert out[0].eq(0).all()
+    # Each child sees itself alone; query heads 0 to 2 use KV head 0.
+    own = v[1:3].view(2, 2, 1, DIM).expand(-1, -1, 3, -1).reshape(2, -1)
+    torch.testing.assert_close(out[1:3], own, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out[3:].double(), sequences.expected(1, first_key=1)[38:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("first_key", [0, 1])
+def test_a_row_has_the_same_bits_in_any_pass_and_batch(first_key: int) -> None:
     sequences = Sequences([150, 40, 75], 16, 6, 2)
-    whole = sequences.run(make_pool(), [0] * 3, sequences.lengths)
-    backend = make_pool()
+    whole = sequences.run(make_pool(first_key=first_key), [0] * 3, sequences.lengths)
+    backend = make_pool(first_key=first_key)
     parts: list[list[Tensor]] = [[], [], []]
     past = [0, 0, 0]
     for upto in ([1, 40, 20], [66, 40, 21], [67, 40, 75], [150, 40, 75]):
@@ -201,3 +240,6 @@ def test_impossible_pools_are_errors() -> None:
         make_pool(q_heads=5)
     with pytest.raises(ValueError, match=r"num_pages=0"):
         make_pool(num_pages=0)
+    for first_key in (-1, 2):
+        with pytest.raises(ValueError, match=rf"first_key={first_key}: must be 0 .* or 1"):
+            make_pool(first_key=first_key)

@@ -95,6 +95,37 @@ def test_add_rms_norm_norms_the_rounded_sum(ops: TorchOps) -> None:
     assert torch.equal(normed, ops.rms_norm(total, weight, 1e-5))
 
 
+def test_add_rounds_once_and_leaves_its_operands(ops: TorchOps) -> None:
+    x, residual = randn(5, 64, dtype=ops.dtype), randn(5, 64, seed=1, dtype=ops.dtype) * 300
+    kept = x.clone(), residual.clone()
+    total = ops.add(x, residual)
+    assert torch.equal(total, (x.double() + residual.double()).to(ops.dtype))
+    total.zero_()  # a fresh tensor
+    assert torch.equal(x, kept[0])
+    assert torch.equal(residual, kept[1])
+
+
+def test_concat_puts_columns_side_by_side(ops: TorchOps) -> None:
+    wide, other = randn(5, 64, dtype=ops.dtype), randn(5, 3, seed=1, dtype=ops.dtype)
+    out = ops.concat([wide[:, 10:30], other, wide])
+    assert out.dtype == ops.dtype
+    assert out.is_contiguous()
+    assert torch.equal(out[:, :20], wide[:, 10:30])
+    assert torch.equal(out[:, 20:23], other)
+    assert torch.equal(out[:, 23:], wide)
+    assert ops.concat((wide[:0], other[:0])).shape == (0, 67)
+
+
+def test_concat_of_one_tensor_is_a_copy_and_of_none_an_error(ops: TorchOps) -> None:
+    x = randn(4, 6, dtype=ops.dtype)
+    copy = ops.concat([x])
+    assert torch.equal(copy, x)
+    copy.zero_()
+    assert x.ne(0).all()
+    with pytest.raises(ValueError, match="concat got no tensor"):
+        ops.concat([])
+
+
 def test_silu_mul(ops: TorchOps) -> None:
     gate_up = randn(6, 80, dtype=ops.dtype) * 4
     gate, up = gate_up.double().chunk(2, -1)
@@ -147,6 +178,8 @@ ROW_OPS: dict[str, Callable[[TorchOps, Tensor], Tensor]] = {
     "linear": lambda ops, x: ops.linear(x, ops.pack_linear(randn(136, x.shape[1], seed=5), randn(136, seed=6))),
     "rms_norm": lambda ops, x: ops.rms_norm(x, randn(x.shape[1], seed=5), 1e-5),
     "add_rms_norm": lambda ops, x: torch.cat(ops.add_rms_norm(x, x.flip(-1), randn(x.shape[1], seed=5), 1e-5), -1),
+    "add": lambda ops, x: ops.add(x, x.flip(-1) * 3),
+    "concat": lambda ops, x: ops.concat([x[:, 1::2], ops.silu_mul(x), x]),
     "silu_mul": lambda ops, x: ops.silu_mul(x),
 }
 

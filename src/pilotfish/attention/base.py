@@ -83,7 +83,11 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Owns a KV pool's tensors (layout is its own business) and makes plans over it."""
+    """Owns a KV pool's tensors (layout is its own business) and makes plans over it.
+
+    Our backends take a ``first_key``, the first KV entry of a sequence that queries attend to. It is 0 but for heads
+    that have no row for position 0: there it is 1, and what lies in a sequence's first slot never matters.
+    """
 
     num_layers: int
     num_pages: int
@@ -96,6 +100,14 @@ class AttentionBackend(Protocol):
     def copy_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy K and V of all layers from slots ``source`` to slots ``target`` (int32 [N] each): tree compaction."""
         ...
+
+
+def check_first_key(first_key: int) -> None:
+    """Raises ValueError unless ``first_key`` is 0 or 1."""
+    if first_key not in (0, 1):
+        raise ValueError(
+            f"first_key={first_key}: must be 0 (queries attend to all keys) or 1 (the key of position 0 is hidden)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

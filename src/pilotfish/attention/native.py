@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pilotfish import _native
-from pilotfish.attention.base import AttentionPlan, ForwardBatch, KVShape, RopeTable
+from pilotfish.attention.base import AttentionPlan, ForwardBatch, KVShape, RopeTable, check_first_key
 from pilotfish.errors import ConfigError
 from pilotfish.ops.native import NativeOps, dtype_name
 
@@ -31,9 +31,12 @@ class NativeAttention:
         max_tokens: most tokens of a batch.
         max_seqs: most sequences of a batch.
         max_kv_len: longest sequence, in tokens.
+        first_key: 0, or 1 to hide the key of position 0 from every query (see ``AttentionBackend``). A query at
+            position 0 then sees nothing and gets zeros.
 
     Raises:
         ConfigError: ``page_size`` is not a multiple of 16, heads don't group, or the dtype is not the ops'.
+        ValueError: ``first_key`` is neither 0 nor 1.
     """
 
     def __init__(
@@ -45,8 +48,10 @@ class NativeAttention:
         max_tokens: int,
         max_seqs: int,
         max_kv_len: int,
+        first_key: int = 0,
     ) -> None:
         _check(ops, shape)
+        check_first_key(first_key)
         self.ops = ops
         self.shape = shape
         self.num_layers = shape.num_layers
@@ -55,6 +60,7 @@ class NativeAttention:
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
         self.max_kv_len = max_kv_len
+        self.first_key = first_key
         d_pad = -(-shape.head_dim // _HEAD_GRAIN) * _HEAD_GRAIN
         plane = num_pages * shape.num_kv_heads * shape.page_size * d_pad * shape.dtype.itemsize
         self._pool = _native.HugeBuffer(max(2 * shape.num_layers * plane, 1))
@@ -68,6 +74,7 @@ class NativeAttention:
                 shape.page_size,
                 self._pool.address + 2 * layer * plane,
                 self._pool.address + (2 * layer + 1) * plane,
+                first_key,
             )
             for layer in range(shape.num_layers)
         ]

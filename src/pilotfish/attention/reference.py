@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pilotfish.attention.base import ForwardBatch, KVShape, RopeTable
+from pilotfish.attention.base import ForwardBatch, KVShape, RopeTable, check_first_key
 
 __all__ = ["ReferenceAttention"]
 
 _BLOCK_ROWS = 16
 _CHUNK_KEYS = 64
+_VALUE_GRAIN = 16  # columns of a product: of fewer than a vector, MKL sums even and odd rows in different orders on AMD
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class _SequencePlan:
     Attributes:
         rows: where its query rows are among the batch's tokens.
         slots: int64 [L], where its keys and values are in the pool, in sequence order.
-        visible: bool [Np, Lp], which keys each row sees. Rows that are padding see key 0, for a softmax needs one.
+        visible: bool [Np, Lp], which keys each row sees. Rows that are padding see none.
     """
 
     rows: slice
@@ -42,12 +43,15 @@ class ReferenceAttention:
     Args:
         shape: of the pool and of the heads.
         num_pages: pages that sequences can share out.
+        first_key: 0, or 1 to hide the key of position 0 from every query (see ``AttentionBackend``). A query at
+            position 0 then sees nothing and gets zeros.
 
     Raises:
-        ValueError: query heads are not a multiple of KV heads, or there is no page.
+        ValueError: query heads are not a multiple of KV heads, there is no page, or ``first_key`` is neither 0 nor 1.
     """
 
-    def __init__(self, shape: KVShape, num_pages: int) -> None:
+    def __init__(self, shape: KVShape, num_pages: int, first_key: int = 0) -> None:
+        check_first_key(first_key)
         if shape.num_q_heads % shape.num_kv_heads:
             raise ValueError(f"num_q_heads={shape.num_q_heads} is not a multiple of num_kv_heads={shape.num_kv_heads}")
         if num_pages < 1:
@@ -56,6 +60,7 @@ class ReferenceAttention:
         self.num_layers = shape.num_layers
         self.num_pages = num_pages
         self.page_size = shape.page_size
+        self.first_key = first_key
         pool = (shape.num_layers, num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
         self.keys = torch.zeros(pool, dtype=shape.dtype)
         self.values = torch.zeros(pool, dtype=shape.dtype)
@@ -79,7 +84,7 @@ class ReferencePlan:
         self._backend = backend
         self._positions = batch.positions.long()
         self._slots = batch.slots.long()
-        self._sequences = _plan_sequences(batch, backend.page_size)
+        self._sequences = _plan_sequences(batch, backend.page_size, backend.first_key)
 
     @torch.no_grad()
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: RopeTable | None) -> Tensor:
@@ -98,16 +103,15 @@ class ReferencePlan:
 
         out = torch.empty(q.shape, dtype=q.dtype)
         for sequence in self._sequences:
+            own_values = values[sequence.slots].float()  # a copy
+            own_values[: self._backend.first_key] = 0  # of weight 0, but 0 times NaN, which may lie there, is NaN
             out[sequence.rows] = _attend(
-                q[sequence.rows].float(),
-                keys[sequence.slots].float(),
-                values[sequence.slots].float(),
-                sequence.visible,
+                q[sequence.rows].float(), keys[sequence.slots].float(), own_values, sequence.visible
             ).to(q.dtype)
         return out.flatten(1)
 
 
-def _plan_sequences(batch: ForwardBatch, page_size: int) -> list[_SequencePlan]:
+def _plan_sequences(batch: ForwardBatch, page_size: int, first_key: int) -> list[_SequencePlan]:
     starts, lengths, page_starts = batch.query_start.tolist(), batch.kv_len.tolist(), batch.page_start.tolist()
     offsets = torch.arange(page_size)
     sequences = []
@@ -124,12 +128,13 @@ def _plan_sequences(batch: ForwardBatch, page_size: int) -> list[_SequencePlan]:
             continue
         slots = (pages.unsqueeze(1) * page_size + offsets).flatten()[:num_keys]
         tree = None if batch.tree_mask is None else batch.tree_mask[rows]
-        sequences.append(_SequencePlan(rows, slots, _visible(num_rows, num_keys, tree)))
+        sequences.append(_SequencePlan(rows, slots, _visible(num_rows, num_keys, tree, first_key)))
     return sequences
 
 
-def _visible(num_rows: int, num_keys: int, tree: Tensor | None) -> Tensor:
-    """bool [Np, Lp]: the last ``num_rows`` keys are the rows' own tokens, causal or by the bits of ``tree`` [n, W]."""
+def _visible(num_rows: int, num_keys: int, tree: Tensor | None, first_key: int) -> Tensor:
+    """bool [Np, Lp]: the last ``num_rows`` keys are the rows' own tokens, causal or by the bits of ``tree`` [n, W].
+    Keys before ``first_key`` are hidden from all."""
     past = num_keys - num_rows
     if tree is None:
         tail = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
@@ -142,7 +147,7 @@ def _visible(num_rows: int, num_keys: int, tree: Tensor | None) -> Tensor:
     visible = torch.zeros(num_rows + -num_rows % _BLOCK_ROWS, num_keys + -num_keys % _CHUNK_KEYS, dtype=torch.bool)
     visible[:num_rows, :past] = True
     visible[:num_rows, past:num_keys] = tail
-    visible[num_rows:, 0] = True
+    visible[:, :first_key] = False
     return visible
 
 
@@ -160,7 +165,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     # Query head h attends with KV head h // group: a group's heads lie together in one product.
     grouped = F.pad(q, (0, 0, 0, 0, 0, padded_rows - num_rows)).view(padded_rows, num_kv_heads, -1, head_dim)
     k, v = (F.pad(x, (0, 0, 0, 0, 0, padded_keys - x.shape[0])).transpose(0, 1) for x in (k, v))
-    # [Hkv, D, C] and [Hkv, C, D] each.
+    v = F.pad(v, (0, -head_dim % _VALUE_GRAIN))
+    # [Hkv, D, C] and [Hkv, C, D padded] each.
     key_chunks = [chunk.transpose(1, 2).contiguous() for chunk in torch.split(k, _CHUNK_KEYS, dim=1)]
     value_chunks = [chunk.contiguous() for chunk in torch.split(v, _CHUNK_KEYS, dim=1)]
 
@@ -171,14 +177,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
         hidden = ~seen.repeat(group, 1)
         scores = torch.cat([torch.bmm(rows, chunk) for chunk in key_chunks], dim=-1) * head_dim**-0.5
         scores = scores.masked_fill(hidden, -torch.inf)
-        weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+        # Finite also for a row that sees nothing, so that its weights are exp(-inf) = 0.
+        highest = scores.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+        weights = torch.exp(scores - highest)
 
         total = torch.zeros(num_kv_heads, rows.shape[1], 1)
-        weighted = torch.zeros_like(rows)
+        weighted = torch.zeros(num_kv_heads, rows.shape[1], v.shape[-1])
         for w, value_chunk in zip(torch.split(weights, _CHUNK_KEYS, dim=-1), value_chunks, strict=True):
             w = w.contiguous()
             total = total + w.sum(dim=-1, keepdim=True)
             weighted = weighted + torch.bmm(w, value_chunk)
-        out = (weighted / total).view(num_kv_heads, group, _BLOCK_ROWS, head_dim)
+        total = total.masked_fill(total == 0, 1.0)  # of a row that sees nothing, whose output is 0
+        out = (weighted / total)[..., :head_dim].reshape(num_kv_heads, group, _BLOCK_ROWS, head_dim)
         outputs.append(out.permute(2, 0, 1, 3).reshape(_BLOCK_ROWS, num_q_heads, head_dim))
     return torch.cat(outputs)[:num_rows]

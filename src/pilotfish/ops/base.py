@@ -9,6 +9,7 @@ All ops are row-wise: an output row depends on its input row alone, down to the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +70,15 @@ class Ops(Protocol):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``residual + x`` rounded to ``dtype``, and its norm: returns (normed [T, H], new residual [T, H]).
         The residual may be updated in place; use only the returned one."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual + x`` rounded to ``dtype``: [T, H] each -> a fresh [T, H]. Neither operand changes."""
+        ...
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        """Columns side by side: [T, A], [T, B], ... -> a fresh [T, A + B + ...]; a copy where there is one input.
+        ValueError for no input."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

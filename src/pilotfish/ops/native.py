@@ -237,6 +237,42 @@ class NativeOps:
         self.sink.end(program, rows, x, residual, out)
         return out, residual
 
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        residual = self._matrix("residual", residual, self.dtype)
+        rows, dim = residual.shape
+        x = self._matrix("x", x, self.dtype, dim)
+        if x.shape[0] != rows:
+            raise ValueError(f"add got x {list(x.shape)}, residual {list(residual.shape)}: must be equal")
+        out = self.sink.empty((rows, dim), self.dtype)
+        program = self.sink.begin()
+        program.add(
+            self._dtype_name,
+            x.data_ptr(),
+            x.stride(0),
+            residual.data_ptr(),
+            residual.stride(0),
+            out.data_ptr(),
+            dim,
+            dim,
+        )
+        self.sink.end(program, rows, x, residual, out)
+        return out
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        if not xs:
+            raise ValueError("concat got no tensor: must be at least one")
+        xs = [self._matrix(f"xs[{i}]", x, self.dtype) for i, x in enumerate(xs)]
+        rows, dims = xs[0].shape[0], [x.shape[1] for x in xs]
+        if any(x.shape[0] != rows for x in xs):
+            raise ValueError(f"concat got {[list(x.shape) for x in xs]}: must have equally many rows")
+        out = self.sink.empty((rows, sum(dims)), self.dtype)
+        program = self.sink.begin()
+        program.concat(
+            self._dtype_name, [x.data_ptr() for x in xs], [x.stride(0) for x in xs], dims, out.data_ptr(), out.shape[1]
+        )
+        self.sink.end(program, rows, *xs, out)
+        return out
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate_up = self._matrix("gate_up", gate_up, self.dtype)
         rows, dim = gate_up.shape[0], gate_up.shape[1] // 2

@@ -6,6 +6,8 @@ except the two argmax ops is differentiable, and nothing writes into its argumen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -64,8 +66,16 @@ class TorchOps:
         return (x32 * scale * weight.float()).to(self.dtype)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        residual = (residual.float() + x.float()).to(self.dtype)
+        residual = self.add(x, residual)
         return self.rms_norm(residual, weight, eps), residual
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return (residual.float() + x.float()).to(self.dtype)
+
+    def concat(self, xs: Sequence[Tensor]) -> Tensor:
+        if not xs:
+            raise ValueError("concat got no tensor: must be at least one")
+        return torch.cat(tuple(xs), dim=-1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
