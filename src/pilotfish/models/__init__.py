@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from pilotfish.models.base import Model
+from pilotfish.models.base import AuxStates, Model
 from pilotfish.models.config import Architecture, ModelConfig
 from pilotfish.models.llama import Llama
 from pilotfish.models.qwen2 import Qwen2
 from pilotfish.models.qwen3 import Qwen3
 from pilotfish.ops import Ops
 
-__all__ = ["Model", "ModelConfig", "build_model", "expected_tensors"]
+__all__ = ["AuxStates", "Model", "ModelConfig", "build_model", "expected_tensors"]
 
-_MODELS: Mapping[Architecture, type[Llama] | type[Qwen2] | type[Qwen3]] = {
+_MODELS: Mapping[Architecture, type[Llama]] = {
     "llama": Llama,
     "qwen2": Qwen2,
     "qwen3": Qwen3,

@@ -29,7 +29,17 @@ from pilotfish.models.weights.gguf_convert import CONVERTER_VERSION, convert_ggu
 from pilotfish.models.weights.safetensors_ import SafetensorsMapping
 from pilotfish.text.tokenizer import Tokenizer
 
-__all__ = ["BUILT_IN_MODELS", "Checkpoint", "Progress", "load_weights", "resolve_model"]
+__all__ = [
+    "BUILT_IN_MODELS",
+    "Checkpoint",
+    "Progress",
+    "download_folder",
+    "is_hub_id",
+    "load_weights",
+    "read_float",
+    "read_json",
+    "resolve_model",
+]
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the fraction of it that is done, from 0 to 1."""
@@ -55,6 +65,10 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "me
 
 _IGNORED_TENSOR = re.compile(r".*\.rotary_emb\.inv_freq")
 """A buffer that transformers once saved; it follows from the config."""
+
+
+_MTP_TENSOR = re.compile(r"model\.(?:layers\.(\d+)|mtp_layers\.\d+)\.")
+"""Layers behind the model's own, DeepSeek's way; or a list of their own, MiMo's way."""
 
 
 class ScratchFolder:
@@ -165,7 +179,7 @@ def load_weights(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]
                 f"{_file_of(checkpoint, stored, name)}: tensor {name} has shape {list(stored.shape_of(name))}, but the "
                 f"config promises {list(shape)}"
             )
-    return {name: _as_dtype(stored, name, checkpoint.dtype) for name in expected}
+    return {name: read_float(stored, name).to(checkpoint.dtype) for name in expected}
 
 
 def _file_of(checkpoint: Checkpoint, stored: SafetensorsMapping, name: str) -> Path:
@@ -178,10 +192,16 @@ def _first(names: list[str]) -> str:
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    return (config.tie_word_embeddings and name == "lm_head.weight") or _IGNORED_TENSOR.fullmatch(name) is not None
+    if config.tie_word_embeddings and name == "lm_head.weight":
+        return True
+    mtp = _MTP_TENSOR.match(name)
+    if mtp is not None and config.num_mtp_layers:
+        return mtp[1] is None or config.num_layers <= int(mtp[1]) < config.num_layers + config.num_mtp_layers
+    return _IGNORED_TENSOR.fullmatch(name) is not None
 
 
-def _as_dtype(stored: SafetensorsMapping, name: str, dtype: torch.dtype) -> Tensor:
+def read_float(stored: SafetensorsMapping, name: str) -> Tensor:
+    """A stored tensor. UnsupportedModelError if it is no plain float tensor."""
     tensor = stored[name]
     if tensor.dtype not in _READABLE_DTYPES:
         allowed = ", ".join(str(readable).removeprefix("torch.") for readable in _READABLE_DTYPES)
@@ -189,7 +209,7 @@ def _as_dtype(stored: SafetensorsMapping, name: str, dtype: torch.dtype) -> Tens
             f"{stored.file_of(name)}: tensor {name} has the dtype {str(tensor.dtype).removeprefix('torch.')}; "
             f"supported are {allowed}, and the quantised types of GGUF files"
         )
-    return tensor.to(dtype)
+    return tensor
 
 
 def _locate(name: str) -> Path:
@@ -198,7 +218,9 @@ def _locate(name: str) -> Path:
         raise CheckpointError(f"model={name!r}: must be a string; expected {_allowed_names()}")
     built_in = BUILT_IN_MODELS.get(name)
     if built_in is not None:
-        return _distribution_gguf(built_in.distribution) or _download(built_in.hub_id, name)
+        return _distribution_gguf(built_in.distribution) or download_folder(
+            built_in.hub_id, f"model {name!r}", _allowed_names()
+        )
     path = Path(name).expanduser()
     if path.is_dir():
         return _gguf_in_folder(path) or path
@@ -207,8 +229,8 @@ def _locate(name: str) -> Path:
             if file.read(4) == b"GGUF" or path.suffix == ".gguf":
                 return path
         raise CheckpointError(f"{path}: is not a GGUF file; expected {_allowed_names()}")
-    if path.suffix != ".gguf" and _HUB_ID.fullmatch(name):
-        return _download(name, name)
+    if path.suffix != ".gguf" and is_hub_id(name):
+        return download_folder(name, f"model {name!r}", _allowed_names())
     raise CheckpointError(f"model {name!r}: there is no such file or folder; expected {_allowed_names()}")
 
 
@@ -242,15 +264,30 @@ def _gguf_in_folder(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _download(hub_id: str, name: str) -> Path:
+def is_hub_id(name: str) -> bool:
+    """Whether ``name`` could be a Hugging Face id, such as ``Qwen/Qwen3-0.6B``."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
+def download_folder(hub_id: str, asked: str, allowed: str) -> Path:
+    """The local folder of a repository on the Hugging Face Hub, downloaded unless it is there.
+
+    Args:
+        hub_id: of the repository.
+        asked: what the user asked for, as messages begin.
+        allowed: what the user may ask for, for messages.
+
+    Raises:
+        CheckpointError: it cannot be downloaded.
+    """
     try:
         # Only top-level files: repositories keep copies in other formats in folders.
         return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:  # whatever the HTTP stack raises: the cause says more than we could
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(".")
         raise CheckpointError(
-            f"model {name!r}: there is no such file or folder here, and downloading {hub_id} from the Hugging Face Hub "
-            f"failed: {reason}. Expected {_allowed_names()}"
+            f"{asked}: there is no such file or folder here, and downloading {hub_id} from the Hugging Face Hub "
+            f"failed: {reason}. Expected {allowed}"
         ) from error
 
 
@@ -282,17 +319,18 @@ def _open_folder(
     if not file.is_file():
         raise CheckpointError(f"{folder}: holds no config.json; expected {_allowed_names()}")
     generation_file = folder / "generation_config.json"
-    generation = _read_json(generation_file) if generation_file.is_file() else None
+    generation = read_json(generation_file) if generation_file.is_file() else None
     # The converted folder's name means nothing to the user: messages name the file that was asked for.
     where = str(file if source == folder else source)
-    config = ModelConfig.from_hf(_read_json(file), where, generation)
+    config = ModelConfig.from_hf(read_json(file), where, generation)
     checkpoint = Checkpoint(name=name, path=folder, source=source, config=config, dtype=dtype, scratch=scratch)
     if config.eos_token_ids:
         return checkpoint
     return replace(checkpoint, config=replace(config, eos_token_ids=checkpoint.load_tokenizer().eos_token_ids))
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file. CheckpointError if there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

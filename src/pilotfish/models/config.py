@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from pilotfish.errors import CheckpointError, UnsupportedModelError
@@ -80,6 +80,8 @@ class ModelConfig:
         attention_bias: q, k and v projections have a bias (Qwen2).
         eos_token_ids: tokens that end a completion, in the checkpoint's order; may be empty.
         bos_token_id: the token a sequence begins with, or None.
+        num_mtp_layers: multi-token prediction modules that the checkpoint has behind its layers. No part of the model:
+            :func:`pilotfish.models.heads.load_head` loads them.
     """
 
     architecture: Architecture
@@ -98,6 +100,7 @@ class ModelConfig:
     attention_bias: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    num_mtp_layers: int = 0
 
     @classmethod
     def from_hf(
@@ -143,7 +146,38 @@ class ModelConfig:
             attention_bias=architecture == "qwen2",
             eos_token_ids=_first_token_ids("eos_token_id", generation_config, config, where),
             bos_token_id=next(iter(_first_token_ids("bos_token_id", generation_config, config, where)), None),
+            num_mtp_layers=_num_mtp_layers(config, where),
         )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The same numbers as a Hugging Face ``config.json`` has them, without MTP layers; :meth:`from_hf` reads it."""
+        names = {architecture: name for name, architecture in _CAUSAL_LM_CLASSES.items()}
+        match self.rope_scaling:
+            case None:
+                scaling = None
+            case LinearRopeScaling(factor=factor):
+                scaling = {"rope_type": "linear", "factor": factor}
+            case Llama3RopeScaling() as llama3:
+                scaling = {"rope_type": "llama3", **asdict(llama3)}
+        return {
+            "architectures": [names[self.architecture]],
+            "model_type": self.architecture,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_q_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": scaling,
+            "max_position_embeddings": self.max_position_embeddings,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "eos_token_id": list(self.eos_token_ids) or None,
+            "bos_token_id": self.bos_token_id,
+        }
 
 
 def read_token_ids(value: object, field: str, where: str) -> tuple[int, ...]:
@@ -215,6 +249,13 @@ def _refuse_unknown_computation(config: Mapping[str, Any], architecture: Archite
         refuse("layer_types", "every layer must be 'full_attention'")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         refuse("partial_rotary_factor", "only 1.0 (the whole head is rotated) is")
+
+
+def _num_mtp_layers(config: Mapping[str, Any], where: str) -> int:
+    for field in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if config.get(field):
+            return _positive_int(config, field, where)
+    return 0
 
 
 def _head_dim(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pilotfish.attention.native import NativeAttention
-from pilotfish.models import Model
+from pilotfish.models import AuxStates, Model
 from pilotfish.ops.native import NativeOps
 from pilotfish.ops.recorder import record
 from pilotfish.runner.batch import BatchBuilder, Segment
@@ -25,10 +25,18 @@ class RecordedRunner:
         attention: the KV pool.
         builder: its buffers are the recording's inputs.
         max_logits: most rows of logits that a step asks for.
+        aux_layers: layers whose input states are the features (see :class:`pilotfish.models.AuxStates`); none: the
+            hidden states after the final norm are.
     """
 
     def __init__(
-        self, model: Model, ops: NativeOps, attention: NativeAttention, builder: BatchBuilder, max_logits: int
+        self,
+        model: Model,
+        ops: NativeOps,
+        attention: NativeAttention,
+        builder: BatchBuilder,
+        max_logits: int,
+        aux_layers: tuple[int, ...] = (),
     ) -> None:
         self.ops = ops
         self._builder = builder
@@ -36,10 +44,18 @@ class RecordedRunner:
         batch = builder.batch(builder.full_size)
         self._plan = plan = attention.plan(batch)
         logits_rows = builder.logits_rows(max_logits)
+
+        def forward() -> Tensor:
+            aux = AuxStates(aux_layers) if aux_layers else None
+            hidden = model.forward(batch, plan, aux)
+            # Whoever holds a result holds its place in the recording's workspace.
+            self._features = hidden if aux is None else aux.states(ops)
+            return hidden
+
         with torch.inference_mode():
             self._hidden = record(
                 ops,
-                lambda: model.forward(batch, plan),
+                forward,
                 rows=batch.num_tokens,
                 inputs=[batch.token_ids],
                 keep=[model, attention],
@@ -58,8 +74,12 @@ class RecordedRunner:
         return self._builder.page_size
 
     @property
-    def features(self) -> Tensor:
+    def hidden(self) -> Tensor:
         return self._hidden.output[: self._num_tokens]
+
+    @property
+    def features(self) -> Tensor:
+        return self._features[: self._num_tokens]
 
     @property
     def native_ns(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pilotfish.attention import AttentionBackend
-from pilotfish.models import Model
+from pilotfish.models import AuxStates, Model
 from pilotfish.ops import Ops
 from pilotfish.runner.batch import BatchBuilder, Segment
 
@@ -30,9 +30,15 @@ class Runner(Protocol):
         ...
 
     @property
+    def hidden(self) -> Tensor:
+        """The last forward pass's states after the final norm, [T, H] in the ops' dtype, a row for each of its tokens
+        in segment order. The next call may overwrite it."""
+        ...
+
+    @property
     def features(self) -> Tensor:
-        """What the last forward pass computed for draft heads to read, a row for each of its tokens in segment order:
-        the hidden states after the final norm, [T, H] in the ops' dtype. The next call may overwrite it."""
+        """What draft heads read of the last forward pass: :attr:`hidden`, or of a runner with ``aux_layers`` the states
+        that enter those layers, [T, len(aux_layers) * H]."""
         ...
 
     def forward(self, segments: Sequence[Segment]) -> Tensor:
@@ -44,18 +50,39 @@ class Runner(Protocol):
 
 
 class EagerRunner:
-    """Calls the model op by op."""
+    """Calls the model op by op.
 
-    def __init__(self, model: Model, ops: Ops, attention: AttentionBackend, builder: BatchBuilder) -> None:
+    Args:
+        model: built with ``ops``.
+        ops: of the backend.
+        attention: the KV pool.
+        builder: its buffers hold each step.
+        aux_layers: layers whose input states are the features (see :class:`pilotfish.models.AuxStates`); none: the
+            hidden states after the final norm are.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        attention: AttentionBackend,
+        builder: BatchBuilder,
+        aux_layers: tuple[int, ...] = (),
+    ) -> None:
         self.ops = ops
         self._model = model
         self._attention = attention
         self._builder = builder
-        self._features = torch.empty(0)
+        self._aux_layers = aux_layers
+        self._hidden = self._features = torch.empty(0)
 
     @property
     def page_size(self) -> int:
         return self._builder.page_size
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._hidden
 
     @property
     def features(self) -> Tensor:
@@ -65,5 +92,7 @@ class EagerRunner:
     def forward(self, segments: Sequence[Segment]) -> Tensor:
         size = self._builder.build(segments)
         batch = self._builder.batch(size)
-        hidden = self._features = self._model.forward(batch, self._attention.plan(batch))
+        aux = AuxStates(self._aux_layers) if self._aux_layers else None
+        hidden = self._hidden = self._model.forward(batch, self._attention.plan(batch), aux)
+        self._features = hidden if aux is None else aux.states(self.ops)
         return self._model.logits(self.ops.gather_rows(hidden, self._builder.logits_rows(size.num_logits)))
