@@ -44,7 +44,7 @@ def noise_keys(rows: Sequence[LogitsRow], device: torch.device | None = None) ->
 
 
 def sample(
-    logits: Tensor, rows: Sequence[LogitsRow], ops: Ops, logprobs_mode: LogprobsMode = "raw_logprobs"
+    logits: Tensor, rows: Sequence[LogitsRow], ops: Ops, logprobs_mode: LogprobsMode | None = "raw_logprobs"
 ) -> SampleResult:
     """Choose a token for each row: the argmax where greedy, else ``argmax(log p + gumbel)``.
 
@@ -55,19 +55,22 @@ def sample(
         logits: float32 [R, V]; may be overwritten.
         rows: [R], the place of each row.
         ops: gives ``argmax`` and ``noise_argmax``.
-        logprobs_mode: what :attr:`SampleResult.logprobs` holds.
+        logprobs_mode: what :attr:`SampleResult.logprobs` holds. None: nothing, whatever requests ask (drafts).
 
     Returns:
         The tokens, and log-probabilities for rows whose ``params.logprobs`` is not None.
     """
     if not rows:  # a step of prefill chunks only
         return SampleResult([], None)
-    raw = logprobs_mode.startswith("raw")
+    raw = logprobs_mode is not None and logprobs_mode.startswith("raw")
     reported: dict[int, NDArray[np.float32]] = {}  # row -> the logits that its log-probabilities are made of
     inverse_temperatures: list[float] = []
     for i, row in enumerate(rows):
         state = row.state
-        wanted = state.params.logprobs is not None
+        wanted = logprobs_mode is not None and state.params.logprobs is not None
+        if state.takes_argmax and not wanted:
+            inverse_temperatures.append(0.0)
+            continue
         changed = row.edits or state.truncates
         # Where only the temperature is left to apply, noise_argmax does it.
         inverse_temperatures.append(1.0 if state.truncates else state.inverse_temperature)
@@ -87,7 +90,7 @@ def sample(
             reported[i] = values * np.float32(state.inverse_temperature) if unscaled else values
 
     token_ids = _choose(logits, rows, inverse_temperatures, ops)
-    if not reported:
+    if logprobs_mode is None or not reported:
         return SampleResult(token_ids, None)
     normalise = logprobs_mode.endswith("logprobs")
     logprobs: list[dict[int, Logprob] | None] = [None] * len(rows)

@@ -90,6 +90,7 @@ class SamplerState:
         num_output: tokens committed so far.
         inverse_temperature: what logits are multiplied by; 0 says greedy.
         truncates: min_p, top_k or top_p may drop tokens (never when greedy: they keep the most likely token).
+        takes_argmax: the token is the argmax of the logits as they are, at every position.
 
     Raises:
         RequestError: a token id of ``logit_bias``, ``stop_token_ids`` or the prompt is not below ``vocab_size``.
@@ -107,6 +108,7 @@ class SamplerState:
         "params",
         "sample_index",
         "seed",
+        "takes_argmax",
         "truncates",
         "vocab_size",
     )
@@ -147,6 +149,7 @@ class SamplerState:
         self.truncates = self.inverse_temperature != 0.0 and (
             params.min_p > 0.0 or params.top_p < 1.0 or 0 < params.top_k < vocab_size
         )
+        self.takes_argmax = self.greedy and not self._edits and not len(self.banned_ids)
 
     @property
     def greedy(self) -> bool:

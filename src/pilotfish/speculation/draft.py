@@ -87,11 +87,14 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> int
 class _Carry:
     """What the draft knows of a sequence: its pages tell a new sequence in the same row.
 
-    ``length`` tokens are in the draft's KV; ``logits`` [V] are those after the last one, if it is the sequence's last.
+    ``length`` tokens are in the draft's KV. After the sequence's last one it carries ``first``, the first draft of a
+    row that takes the argmax, or the ``logits`` [V] that a draft is to be drawn from.
     """
 
     pages: list[int]
     length: int
+    takes_argmax: bool = False
+    first: int | None = None
     logits: NDArray[np.float32] | None = None
 
 
@@ -118,32 +121,36 @@ class DraftProposer:
         tokens: list[list[int]] = [[] for _ in rows]
         probs: list[list[Tensor]] = [[] for _ in rows]
         limits = [self._limit(row) for row in rows]
-        active = [s for s, limit in enumerate(limits) if limit > 0]
-        logits = self._carried([rows[s] for s in active])
-        while active:
-            places = [LogitsRow(rows[s].sampler, tuple(tokens[s])) for s in active]
-            if self._with_probs:
-                q = softmax_probs(process_logits(logits.clone(), places), places)
-                for s, row in zip(active, q, strict=True):
-                    probs[s].append(row)
-            chosen = sample(logits, places, self._runner.ops).token_ids
-            for s, token in zip(active, chosen, strict=True):
-                tokens[s].append(token)
-            active = [s for s in active if len(tokens[s]) < limits[s]]
-            if active:
-                logits = self._forward(
-                    [
-                        Segment(
-                            rows[s].index,
-                            tokens[s][-1:],
-                            len(rows[s].token_ids) + len(tokens[s]) - 1,
-                            rows[s].pages,
-                            1,
-                        )
-                        for s in active
-                    ]
-                )
+        drawn = []
+        for s, (row, limit) in enumerate(zip(rows, limits, strict=True)):
+            carry = self._carries.get(row.index)
+            if limit and carry is not None and carry.first is not None:
+                tokens[s].append(carry.first)
+            elif limit:
+                drawn.append(s)
+        if drawn:
+            self._choose(self._carried([rows[s] for s in drawn]), drawn, rows, tokens, probs)
+        while active := [s for s, limit in enumerate(limits) if len(tokens[s]) < limit]:
+            self._choose(self._forward([_next_segment(rows[s], tokens[s]) for s in active]), active, rows, tokens, probs)
         return Proposal(tokens, [torch.stack(q) if q else None for q in probs])
+
+    def _choose(
+        self,
+        logits: Tensor,
+        active: Sequence[int],
+        rows: Sequence[DraftRow],
+        tokens: list[list[int]],
+        probs: list[list[Tensor]],
+    ) -> None:
+        """The next draft of the rows ``active``, and the distribution it was drawn from where that is wanted."""
+        places = [LogitsRow(rows[s].sampler, tokens[s]) for s in active]
+        if self._with_probs:
+            q = softmax_probs(process_logits(logits.clone(), places), places)
+            for s, row in zip(active, q, strict=True):
+                probs[s].append(row)
+        chosen = sample(logits, places, self._runner.ops, logprobs_mode=None).token_ids
+        for s, token in zip(active, chosen, strict=True):
+            tokens[s].append(token)
 
     def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
         """Run over what is new, so that pages that the prefix cache may hand out hold true entries of the draft too."""
@@ -155,7 +162,7 @@ class DraftProposer:
             # Of its own drafts it has seen all but the last one; those that were kept are in place.
             kept = row.num_computed - carry.length if row.num_drafts else 0
             carry.length += max(0, min(kept, row.num_drafts - 1))
-            carry.logits = None
+            carry.first = carry.logits = None
             end = len(row.token_ids) if row.num_computed >= len(row.token_ids) - 1 else row.num_computed
             if row.finished:
                 end = row.num_computed
@@ -171,14 +178,23 @@ class DraftProposer:
                 carry.length = end
         if segments:
             logits = self._forward(segments)
+            likely: list[int] = []
+            if any(carry.takes_argmax for carry in carries):
+                likely = self._runner.ops.argmax(logits).tolist()
             for i, carry in enumerate(carries):
-                carry.logits = logits[i].numpy().copy()
+                if carry.takes_argmax:
+                    carry.first = likely[i]
+                else:
+                    carry.logits = logits[i].numpy().copy()
 
     def _limit(self, row: DraftRow) -> int:
         carry = self._carries.get(row.index)
-        if carry is None or carry.pages is not row.pages or carry.logits is None:
+        if carry is None or carry.pages is not row.pages or (carry.logits is None and carry.first is None):
             return 0
-        return min(row.max_drafts, self._max_len - len(row.token_ids))
+        # With the distributions wanted, a greedy draft's is needed too.
+        carry.takes_argmax = row.sampler.takes_argmax and not self._with_probs
+        # The first draft needs no forward pass: the last one proposed has no entry of its own.
+        return max(0, min(row.max_drafts, self._max_len - len(row.token_ids) + 1))
 
     def _carried(self, rows: Sequence[DraftRow]) -> Tensor:
         # Copies by numpy: torch would wake threads of its own, which compete with the kernels', for a row of this size.
@@ -195,3 +211,8 @@ class DraftProposer:
         out = np.full((logits.shape[0], self._vocab_size), -np.inf, np.float32)
         out[:, : self._num_tokens] = logits[:, : self._num_tokens].numpy()
         return torch.from_numpy(out)
+
+
+def _next_segment(row: DraftRow, drafts: list[int]) -> Segment:
+    """The forward pass of the last draft, which gives the logits of the next one."""
+    return Segment(row.index, drafts[-1:], len(row.token_ids) + len(drafts) - 1, row.pages, 1)
