@@ -44,7 +44,12 @@ def main() -> None:
     batches = [int(size) for size in args.batches.split(",")]
 
     config = EngineConfig(
-        dtype=args.dtype, isa=args.isa, threads=args.threads, max_num_seqs=max(batches), backend="native"
+        dtype=args.dtype,
+        isa=args.isa,
+        threads=args.threads,
+        max_num_seqs=max(batches),
+        backend="native",
+        speculation=None,
     )
     ours = PilotfishRunner(args.model, config)
     engine = ours.engine

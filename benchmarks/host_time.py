@@ -1,6 +1,7 @@
 """The host's share of a step that speculation costs: propose, accept, commit.
 
-    python benchmarks/host_time.py [--model smollm2-135m] [--batches 1,16] [--layers 8] [--steps 100] [--json]
+    python benchmarks/host_time.py [--model smollm2-135m] [--batches 1,16] [--layers 8] [--head DIR] [--steps 100]
+        [--json]
 
 Wall time of each part less the time in native kernels within it (the draft's forward passes, the sampler's argmax), as
 a percentage of the whole step. ``commit`` hands out tokens and text and tells the scheme, which prepares its next step.
@@ -18,10 +19,11 @@ from typing import Any
 
 from common import PilotfishRunner, median, report
 
-from pilotfish.config import DraftModel, EngineConfig, Ngram, Speculation
+from pilotfish.config import DraftModel, EngineConfig, Mtp, Ngram, Speculation
 from pilotfish.engine import Engine
 from pilotfish.engine import engine as engine_module
 from pilotfish.runner.recorded import RecordedRunner
+from pilotfish.runner.recorded_head import RecordedHeadRunner
 
 _PARTS = ("propose", "accept", "commit")
 
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--batches", default="1,16")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--head", default=None, help="also an MTP head: its folder")
     parser.add_argument("--num-drafts", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=100)
@@ -44,6 +47,8 @@ def main() -> None:
         "ngram": Ngram(num_drafts=args.num_drafts),
         f"draft layers:{args.layers}": DraftModel(layers=args.layers, num_drafts=args.num_drafts),
     }
+    if args.head is not None:
+        schemes["mtp"] = Mtp(head=args.head, num_drafts=args.num_drafts)
     rows = []
     for name, speculation in schemes.items():
         config = EngineConfig(
@@ -64,7 +69,7 @@ def main() -> None:
 class Clock:
     """Host seconds of the parts of the step under way: wall time less time in native kernels."""
 
-    runners: list[RecordedRunner]
+    runners: list[RecordedRunner | RecordedHeadRunner]
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
 
     def native_s(self) -> float:
@@ -118,10 +123,10 @@ def measure(ours: PilotfishRunner, scheme: str, batch: int, args: argparse.Names
     }
 
 
-def recorded_runners(engine: Engine) -> list[RecordedRunner]:
-    """The target's runner and, where there is one, the draft's."""
+def recorded_runners(engine: Engine) -> list[RecordedRunner | RecordedHeadRunner]:
+    """The target's runner and, where there is one, the draft's or head's."""
     runners = [engine.runner, getattr(engine.proposer, "_runner", None)]
-    return [runner for runner in runners if isinstance(runner, RecordedRunner)]
+    return [runner for runner in runners if isinstance(runner, (RecordedRunner, RecordedHeadRunner))]
 
 
 if __name__ == "__main__":

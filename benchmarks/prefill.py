@@ -29,9 +29,10 @@ def main() -> None:
     lengths = [int(length) for length in args.lengths.split(",")]
 
     # Without the prefix cache: every round computes its prompt.
-    ours = PilotfishRunner(
-        args.model, EngineConfig(dtype=args.dtype, threads=args.threads, max_num_seqs=1, enable_prefix_caching=False)
+    config = EngineConfig(
+        dtype=args.dtype, threads=args.threads, max_num_seqs=1, enable_prefix_caching=False, speculation=None
     )
+    ours = PilotfishRunner(args.model, config)
     threads = ours.engine.config.threads
     assert threads is not None
     theirs = TransformersRunner(args.model, getattr(torch, args.dtype), threads)

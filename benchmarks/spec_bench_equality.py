@@ -19,7 +19,7 @@ from typing import Any
 from rich.progress import track
 
 from pilotfish.bench import Prompt, encode_prompts, load_questions, run_batch, take
-from pilotfish.config import DraftModel, EngineConfig, Ngram, Speculation
+from pilotfish.config import DraftModel, EngineConfig, Mtp, Ngram, Speculation
 from pilotfish.engine import Engine, load_engine
 from pilotfish.types import SamplingParams
 
@@ -33,6 +33,8 @@ def main() -> int:
         "ngram": Ngram(num_drafts=args.num_drafts),
         f"draft layers:{args.layers}": DraftModel(layers=args.layers, num_drafts=args.num_drafts),
     }
+    if args.head is not None:
+        schemes["mtp"] = Mtp(head=args.head, num_drafts=args.num_drafts)
     settings = {name: str(value) for name, value in vars(args).items() if name != "out"}
     results = read_results(args.out, settings)
     engines = {name: load_engine(args.model, engine_config(args, scheme)) for name, scheme in schemes.items()}
@@ -57,6 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None, help="keep results here and go on from them")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--head", default=None, help="also an MTP head: its folder")
     parser.add_argument("--num-drafts", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -71,7 +74,7 @@ def engine_config(args: argparse.Namespace, speculation: Speculation | None) -> 
         dtype=args.dtype,
         isa=args.isa,
         max_num_seqs=args.batch,
-        # Three engines are loaded at once: each takes a share of what is free.
+        # Several engines are loaded at once: each takes a share of what is free.
         kv_cache_fraction=0.15,
         speculation=speculation,
     )

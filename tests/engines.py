@@ -5,17 +5,29 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from fakes import GuessProposer, make_engine
-from pilotfish.config import Ngram
+from fakes import VOCAB_SIZE, GuessProposer, make_builder, make_engine
+from fakes_heads import FakeHead, StateCheckingHeadRunner, StateRunner
+from pilotfish.config import EngineConfig, Ngram, Speculation
 from pilotfish.engine.engine import Engine
+from pilotfish.speculation.heads import HeadProposer
 from pilotfish.speculation.ngram import NgramProposer
 from pilotfish.types import RequestOutput, SamplingParams
 
 KS = [1, 2, 5, 8]
-SCHEMES = ["random", "guess", "oracle", "ngram", "equal", "near"]
-"""Drafts that are: random; right by half; always right; looked up; a draft model's that is the target, or nearly."""
+HEADS: dict[str, dict[str, Any]] = {
+    "head": {},
+    "near head": {"error": 0.4},
+    "chain of 2": {"num_modules": 2},
+    "chain of 3": {"num_modules": 3},
+    "eagle": {"first_row": False, "num_aux": 3},
+}
+"""Heads that draft, with arguments of :func:`make_head`: always right but for ``near head``."""
 
-ALWAYS_RIGHT = ["oracle", "equal"]
+SCHEMES = ["random", "guess", "oracle", "ngram", "equal", "near", *HEADS]
+"""Drafts that are: random; right by half; always right; looked up; a draft model's that is the target, or nearly; a
+head's."""
+
+ALWAYS_RIGHT = ["oracle", "equal", *(name for name in HEADS if name != "near head")]
 
 
 def engine_with(scheme: str | None, k: int = 5, *, eos_bias: float = 0.0, **kwargs: Any) -> Engine:
@@ -24,13 +36,28 @@ def engine_with(scheme: str | None, k: int = 5, *, eos_bias: float = 0.0, **kwar
         return make_engine(eos_bias=eos_bias, **kwargs)
     settings = {name: kwargs.pop(name) for name in ("verify", "decode_only_batches") if name in kwargs}
     kwargs["speculation"] = Ngram(num_drafts=k, **settings)  # the scheme's own settings do not matter below
-    if scheme in ("equal", "near"):
+    if scheme in HEADS:
+        options = HEADS[scheme] | kwargs.pop("head", {})
+        num_aux = options.get("num_aux", 0)
+        kwargs["runner_class"] = type("AuxRunner", (StateRunner,), {"num_aux": num_aux})
+        kwargs["make_proposer"] = lambda config, num_pages: make_head(config, num_pages, eos_bias, **options)
+    elif scheme in ("equal", "near"):
         kwargs.setdefault("draft", {"error": 0.4 if scheme == "near" else 0.0})
     elif scheme == "ngram":
         kwargs["proposer"] = NgramProposer(3, 1)
     else:
         kwargs["proposer"] = GuessProposer({"random": 0.0, "guess": 0.5, "oracle": 1.0}[scheme], eos_bias)
     return make_engine(eos_bias=eos_bias, **kwargs)
+
+
+def make_head(
+    config: EngineConfig, num_pages: int, eos_bias: float = 0.0, *, error: float = 0.0, **head: Any
+) -> HeadProposer:
+    """A proposer over a runner that checks what it is given; ``head`` are arguments of :class:`FakeHead`."""
+    builder = make_builder(config, config.max_num_batched_tokens + config.max_num_seqs)
+    runner = StateCheckingHeadRunner(FakeHead(**head), builder, num_pages, eos_bias, error)
+    assert isinstance(config.speculation, Speculation)
+    return HeadProposer(runner, VOCAB_SIZE, with_probs=config.speculation.verify == "rejection")
 
 
 def run(engine: Engine) -> dict[str, RequestOutput]:

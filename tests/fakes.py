@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -164,6 +164,11 @@ class GuessProposer:
         return sample(logits, [LogitsRow(row.sampler, tuple(drafts))], self._ops).token_ids[0]
 
 
+_DEFAULTS: dict[str, Any] = {
+    "max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 16, "seed": 0, "speculation": None
+}  # fmt: skip
+
+
 def make_engine(
     *,
     num_pages: int = 64,
@@ -171,6 +176,8 @@ def make_engine(
     eos_bias: float = 0.0,
     proposer: Proposer | None = None,
     draft: dict[str, Any] | None = None,
+    make_proposer: Callable[[EngineConfig, int], Proposer] | None = None,
+    runner_class: type[PageCheckingRunner] | None = None,
     **settings: Any,
 ) -> Engine:
     """An engine over :class:`PageCheckingRunner`.
@@ -182,22 +189,24 @@ def make_engine(
         proposer: the scheme at work; needs ``speculation`` among the settings, whatever scheme that names.
         draft: in its place a :class:`DraftProposer` with a runner of its own: ``error`` and ``vocab_size`` as of
             :class:`PageCheckingRunner` (none: equal to the target), ``num_tokens`` and ``max_len`` as of the proposer.
+        make_proposer: makes a scheme that keeps KV in the pages, given settings and number of pages.
+        runner_class: of the target, with the arguments of :class:`PageCheckingRunner`, which is what None is.
         **settings: fields of :class:`EngineConfig`.
     """
-    config = EngineConfig(
-        **{"max_model_len": 48, "max_num_seqs": 4, "max_num_batched_tokens": 16, "seed": 0} | settings,
-        page_size=page_size, kv_cache_memory=1, threads=1,
-    )  # fmt: skip
+    config = EngineConfig(**_DEFAULTS | settings, page_size=page_size, kv_cache_memory=1, threads=1)
     if draft is not None:
         proposer = make_draft(config, num_pages, eos_bias, **draft)
+    if make_proposer is not None:
+        proposer = make_proposer(config, num_pages)
+    runner = (runner_class or PageCheckingRunner)(make_builder(config), num_pages, page_size, eos_bias)
     return Engine(
         config=config,
         model_config=tiny_model_config(),
         tokenizer=LetterTokenizer(),  # type: ignore[arg-type]
-        runner=PageCheckingRunner(_builder(config), num_pages, page_size, eos_bias),
+        runner=runner,
         pool=PagePool(num_pages, page_size, enable_prefix_caching=config.enable_prefix_caching),
         proposer=proposer or NoProposer(),
-        draft_has_kv=draft is not None,
+        draft_has_kv=draft is not None or make_proposer is not None,
     )
 
 
@@ -213,7 +222,7 @@ def make_draft(
     cls: type[DraftProposer] = DraftProposer,
 ) -> DraftProposer:
     """A draft over a KV pool of its own with the target's page numbers: see :func:`make_engine`."""
-    builder = _builder(config, config.max_num_batched_tokens + config.max_num_seqs)
+    builder = make_builder(config, config.max_num_batched_tokens + config.max_num_seqs)
     runner = PageCheckingRunner(builder, num_pages, config.page_size, eos_bias, error, vocab_size)
     settings, limit = config.speculation, max_len or config.max_model_len
     assert isinstance(settings, Speculation) and limit is not None
@@ -221,7 +230,7 @@ def make_draft(
     return cls(runner, VOCAB_SIZE, num_tokens, limit, with_probs=settings.verify == "rejection")
 
 
-def _builder(config: EngineConfig, max_tokens: int | None = None) -> BatchBuilder:
+def make_builder(config: EngineConfig, max_tokens: int | None = None) -> BatchBuilder:
     assert config.max_model_len is not None
     return BatchBuilder(
         max_tokens=max_tokens or config.max_num_batched_tokens,

@@ -205,7 +205,9 @@ class Backend:
             assert name == "torch"
             self.ops = TorchOps(dtype)
 
-    def attention(self, config: ModelConfig, num_pages: int, page_size: int = 16) -> AttentionBackend:
+    def attention(
+        self, config: ModelConfig, num_pages: int, page_size: int = 16, first_key: int = 0
+    ) -> AttentionBackend:
         """A KV pool for a model of this config, for batches as large as the pool."""
         shape = KVShape(
             num_layers=config.num_layers,
@@ -217,5 +219,7 @@ class Backend:
         )
         if isinstance(self.ops, NativeOps):
             size = num_pages * page_size
-            return NativeAttention(self.ops, shape, num_pages, max_tokens=size, max_seqs=num_pages, max_kv_len=size)
-        return ReferenceAttention(shape, num_pages)
+            return NativeAttention(
+                self.ops, shape, num_pages, max_tokens=size, max_seqs=num_pages, max_kv_len=size, first_key=first_key
+            )
+        return ReferenceAttention(shape, num_pages, first_key)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pilotfish.config import DraftModel, EngineConfig, Ngram
+from pilotfish.config import DraftModel, Eagle, EngineConfig, Mtp, Ngram
 from pilotfish.errors import (
     BackendError,
     CheckpointError,
@@ -43,8 +43,10 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "DraftModel",
+    "Eagle",
     "EngineConfig",
     "Logprob",
+    "Mtp",
     "Ngram",
     "PilotfishError",
     "RequestError",

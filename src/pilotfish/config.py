@@ -15,11 +15,15 @@ __all__ = [
     "BackendName",
     "DTypeName",
     "DraftModel",
+    "Eagle",
     "EngineConfig",
+    "HeadSpeculation",
     "IsaName",
     "LogprobsMode",
+    "Mtp",
     "Ngram",
     "Speculation",
+    "SpeculationChoice",
     "VerifyRule",
 ]
 
@@ -110,6 +114,43 @@ class Ngram(Speculation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpeculation(Speculation):
+    """What the schemes of draft heads have in common: a layer that reads the target's hidden states.
+
+    Attributes:
+        head: folder or Hugging Face id of the head. None: the one that ships for this model, or lies in the model's
+            folder as ``head`` or ``mtp``.
+        allow_mismatch: take a head that was trained for a target of this shape but with other weights or another chat
+            template. Output does not change; fewer drafts are accepted.
+    """
+
+    head: str | None = None
+    allow_mismatch: bool = False
+
+    def __post_init__(self) -> None:
+        Speculation.__post_init__(self)
+        _check_bool("allow_mismatch", self.allow_mismatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mtp(HeadSpeculation):
+    """A multi-token-prediction head drafts, in DeepSeek's form: one of its own, or a chain of several."""
+
+    scheme: ClassVar[str] = "mtp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle(HeadSpeculation):
+    """An EAGLE-1 or EAGLE-3 head drafts a chain."""
+
+    scheme: ClassVar[str] = "eagle"
+
+
+SpeculationChoice = Speculation | Literal["auto"] | None
+"""What a user may ask for: a scheme, plain decoding (None), or ``auto``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine.
 
@@ -128,8 +169,8 @@ class EngineConfig:
         enable_prefix_caching: keep full pages of finished requests for prompts that begin the same way.
         logprobs_mode: what ``SamplingParams.logprobs`` reports, named as in vLLM: before (``raw``) or after
             (``processed``) penalties, bias, temperature and truncation; log-probabilities or logits.
-        speculation: the scheme that proposes drafts, e.g. ``Ngram()`` or ``DraftModel(layers=8)``. None: plain
-            decoding.
+        speculation: the scheme that proposes drafts, e.g. ``Mtp()``, ``Ngram()`` or ``DraftModel(layers=8)``. None:
+            plain decoding. ``auto``: the model's own head if one ships or lies in its folder, else ``Ngram()``.
         seed: of the generator that draws a seed for requests that have none. None: from the system.
     """
 
@@ -145,7 +186,7 @@ class EngineConfig:
     kv_cache_fraction: float = 0.3
     enable_prefix_caching: bool = True
     logprobs_mode: LogprobsMode = "raw_logprobs"
-    speculation: Speculation | None = None
+    speculation: SpeculationChoice = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -159,8 +200,7 @@ class EngineConfig:
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_at_least("page_size", self.page_size, 1)
         _check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
-        if self.speculation is not None and not self.speculation.scheme:
-            raise ConfigError(f"speculation={self.speculation!r}: must be a scheme's settings or None")
+        _check_speculation(self.speculation)
         _check_at_least("seed", self.seed, -(2**63))
         _check_fraction("kv_cache_fraction", self.kv_cache_fraction)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
@@ -169,6 +209,12 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "a step must have room for one token of every running request. Raise the first or lower the second."
             )
+
+
+def _check_speculation(value: object) -> None:
+    if value is None or value == "auto" or (isinstance(value, Speculation) and value.scheme):
+        return
+    raise ConfigError(f"speculation={value!r}: must be a scheme's settings such as Ngram(), None or 'auto'")
 
 
 def _check_choice(name: str, value: object, literal: object) -> None:

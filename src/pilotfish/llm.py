@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from pilotfish.config import BackendName, DTypeName, EngineConfig, IsaName, LogprobsMode, Speculation
+from pilotfish.config import BackendName, DTypeName, EngineConfig, IsaName, LogprobsMode, SpeculationChoice
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.load import load_engine
 from pilotfish.errors import ConfigError, RequestError
@@ -45,7 +45,7 @@ class EngineSettings(TypedDict, total=False):
     kv_cache_fraction: float
     enable_prefix_caching: bool
     logprobs_mode: LogprobsMode
-    speculation: Speculation | None
+    speculation: SpeculationChoice
     seed: int | None
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from distributions import chi_square, fits, total_variation
+from engines import make_head
 from fakes import EOS, GuessProposer, make_draft, make_engine, next_logits
+from fakes_heads import StateRunner
 from pilotfish.config import Ngram
 from pilotfish.engine.engine import Engine
 from pilotfish.ops.reference import TorchOps
@@ -74,12 +76,18 @@ def rejection_engine(scheme: str, k: int = 3, cls: type[DraftProposer] = DraftPr
     kwargs["speculation"] = Ngram(num_drafts=k, verify="rejection")
     if scheme == "certain":
         return make_engine(proposer=GuessProposer(0.6), **kwargs)
+    if scheme == "head":  # which proposes 26 of the 32 tokens
+        return make_engine(
+            runner_class=StateRunner,
+            make_proposer=lambda config, num_pages: make_head(config, num_pages, error=0.9, num_tokens=26),
+            **kwargs,
+        )
     engine = make_engine(draft={"error": 0.9}, **kwargs)
     engine.proposer = make_draft(engine.config, 400, error=0.9, cls=cls)
     return engine
 
 
-@pytest.mark.parametrize("scheme", ["draft", "certain"])
+@pytest.mark.parametrize("scheme", ["draft", "certain", "head"])
 @pytest.mark.parametrize("name", PARAMS)
 def test_outputs_are_distributed_as_the_targets(scheme: str, name: str) -> None:
     """Drafts that are drawn from a q unlike p, and certain ones that are right or random."""
@@ -161,7 +169,7 @@ def one(engine: Engine, wanted: SamplingParams) -> RequestOutput:
     return done[0]
 
 
-@pytest.mark.parametrize("scheme", ["draft", "certain"])
+@pytest.mark.parametrize("scheme", ["draft", "certain", "head"])
 @pytest.mark.parametrize("k", [1, 2, 5, 8])
 def test_at_temperature_0_output_is_plain(scheme: str, k: int) -> None:
     for changes in ({}, {"repetition_penalty": 1.5}, {"logit_bias": {3: 5.0}}, {"min_tokens": 9}, {"ignore_eos": True}):

@@ -26,7 +26,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2-135m", max_model_len=256, max_num_batched_tokens=128)
+    return LLM("smollm2-135m", speculation=None, max_model_len=256, max_num_batched_tokens=128)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def test_in_a_batch_of_32_and_from_the_prefix_cache(llm: LLM, alone: list[list[i
 
 
 def test_without_the_prefix_cache_in_a_batch(alone: list[list[int]]) -> None:
-    fresh = LLM("smollm2-135m", max_model_len=256, max_num_batched_tokens=64, enable_prefix_caching=False)
+    fresh = LLM(
+        "smollm2-135m", speculation=None, max_model_len=256, max_num_batched_tokens=64, enable_prefix_caching=False
+    )
     assert tokens(fresh.generate(PROMPTS, GREEDY)) == alone
     assert fresh.engine.stats.prefix_cache_hits == 0
 
@@ -51,14 +53,14 @@ def test_without_the_prefix_cache_in_a_batch(alone: list[list[int]]) -> None:
 def test_after_preemption(alone: list[list[int]]) -> None:
     # 40 pages of 16 tokens for 32 sequences of about 45 to 60 tokens: they cannot all be there to the end.
     page = 2 * 30 * 3 * 64 * 16 * 2
-    small = LLM("smollm2-135m", max_model_len=256, kv_cache_memory=40 * page)
+    small = LLM("smollm2-135m", speculation=None, max_model_len=256, kv_cache_memory=40 * page)
     assert tokens(small.generate(PROMPTS, GREEDY)) == alone
     assert small.engine.stats.num_preemptions > 0
     assert small.engine.pool.num_free == small.engine.pool.num_pages == 40
 
 
 def test_on_one_thread(alone: list[list[int]]) -> None:
-    single = LLM("smollm2-135m", max_model_len=256, threads=1, kv_cache_memory=64 << 20)
+    single = LLM("smollm2-135m", speculation=None, max_model_len=256, threads=1, kv_cache_memory=64 << 20)
     assert tokens(single.generate(PROMPTS[:4], GREEDY)) == alone[:4]
 
 

@@ -11,9 +11,12 @@ import pytest
 import torch
 import transformers
 
+from helpers_heads import fitted_weights, head_config, random_weights, write_head, write_texts
 from pilotfish import LLM, RequestOutput, SamplingParams
-from pilotfish.config import DraftModel, Ngram, Speculation
+from pilotfish.config import DraftModel, Eagle, Mtp, Ngram, Speculation
 from pilotfish.models.checkpoint import resolve_model
+from pilotfish.models.heads import HeadKind
+from pilotfish.text import Tokenizer
 from speculation_matrix import assert_all_pages_free, assert_same, one_by_one, parameters, with_drafts
 
 MODEL = "smollm2-135m"
@@ -29,10 +32,30 @@ OTHERS = ["What lives in the deep sea?", "Berlin ist die Hauptstadt von", "x " *
 OTHER_PARAMS = [SamplingParams(temperature=1.0, seed=i, max_tokens=4 * i + 1) for i in range(len(OTHERS))]
 
 
+HEADS: Mapping[str, tuple[HeadKind, int]] = {
+    "random head": ("mtp", 1), "mtp": ("mtp", 1), "chain": ("mtp", 2), "eagle": ("eagle", 1), "eagle3": ("eagle3", 1),
+}  # fmt: skip
+"""Kind and number of modules."""
+
+FITTED = ("mtp", "chain", "eagle")
+
+
 @pytest.fixture(scope="module")
-def random_draft(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny random model with the target's tokenizer: its drafts are worth nothing."""
-    folder = tmp_path_factory.mktemp("random") / "draft"
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    """Folders of drafts by scheme: a tiny random model with the target's tokenizer, and heads."""
+    root = tmp_path_factory.mktemp("drafts")
+    folders = {"random": random_draft(root / "draft")}
+    tokenizer = Tokenizer.from_folder(resolve_model(MODEL).path)
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    texts = write_texts(MODEL, prompts, 24)
+    for name, (kind, num_modules) in HEADS.items():
+        config = head_config(MODEL, kind, num_modules=num_modules, num_tokens=4096)
+        weights = fitted_weights(config, MODEL, texts) if name in FITTED else random_weights(config, 0.05)
+        folders[name] = write_head(root / name, config, weights, ids=sorted({t for p in prompts for t in p}))
+    return folders
+
+
+def random_draft(folder: Path) -> str:
     checkpoint = resolve_model(MODEL)
     config = transformers.LlamaConfig(
         vocab_size=checkpoint.config.vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -50,11 +73,16 @@ def make_llm(speculation: Speculation | None = None, kv_cache_memory: int = 96 <
     return LLM(MODEL, speculation=speculation, max_model_len=256, kv_cache_memory=kv_cache_memory, seed=0)
 
 
-SCHEMES: Mapping[str, Callable[[str], Speculation]] = {
-    "ngram": lambda random_draft: Ngram(num_drafts=8, min_ngram=1),
-    "layers": lambda random_draft: DraftModel(num_drafts=8, layers=12),
-    "random": lambda random_draft: DraftModel(num_drafts=8, model=random_draft),
-    "itself": lambda random_draft: DraftModel(num_drafts=8, model=MODEL),
+SCHEMES: Mapping[str, Callable[[Mapping[str, str]], Speculation]] = {
+    "ngram": lambda drafts: Ngram(num_drafts=8, min_ngram=1),
+    "layers": lambda drafts: DraftModel(num_drafts=8, layers=12),
+    "random": lambda drafts: DraftModel(num_drafts=8, model=drafts["random"]),
+    "itself": lambda drafts: DraftModel(num_drafts=8, model=MODEL),
+    "random head": lambda drafts: Mtp(num_drafts=8, head=drafts["random head"]),
+    "mtp": lambda drafts: Mtp(num_drafts=8, head=drafts["mtp"]),
+    "chain": lambda drafts: Mtp(num_drafts=8, head=drafts["chain"]),
+    "eagle": lambda drafts: Eagle(num_drafts=8, head=drafts["eagle"]),
+    "eagle3": lambda drafts: Eagle(num_drafts=8, head=drafts["eagle3"]),
 }
 
 
@@ -65,15 +93,15 @@ def plain() -> list[RequestOutput]:
 
 
 @pytest.fixture(scope="module", params=list(SCHEMES))
-def speculating(request: pytest.FixtureRequest, random_draft: str) -> tuple[str, LLM]:
+def speculating(request: pytest.FixtureRequest, drafts: Mapping[str, str]) -> tuple[str, LLM]:
     """One engine a scheme; requests say how many of its 8 drafts they want."""
-    return request.param, make_llm(SCHEMES[request.param](random_draft))
+    return request.param, make_llm(SCHEMES[request.param](drafts))
 
 
 def test_every_parameter_alone_and_in_a_batch(speculating: tuple[str, LLM], plain: list[RequestOutput]) -> None:
     scheme, llm = speculating
     # Every K alone where drafts cost nothing, and in one batch everywhere (every K alone: see the tiny models).
-    ks = {"ngram": (1, 2, 5, 8), "layers": (8,), "itself": (8,)}.get(scheme, ())
+    ks = {"ngram": (1, 2, 5, 8), "layers": (8,), "itself": (8,), "mtp": (5,), "chain": (8,)}.get(scheme, ())
     for k in ks:
         got = llm.generate([*PROMPTS, *OTHERS], [*with_drafts(PARAMS, k), *OTHER_PARAMS])
         assert_same(got, plain)
@@ -132,10 +160,12 @@ def test_stops_inside_an_accepted_run(speculating: tuple[str, LLM]) -> None:
     assert_all_pages_free(llm)
 
 
-@pytest.mark.parametrize("scheme", ["ngram", "layers"])
-def test_32_requests_through_a_pool_too_small_for_them(scheme: str, plain: list[RequestOutput]) -> None:
-    speculation = Ngram(num_drafts=5, min_ngram=1) if scheme == "ngram" else DraftModel(num_drafts=5, layers=4)
-    page = 2 * (30 + 4 * (scheme == "layers")) * 3 * 64 * 16 * 2
+@pytest.mark.parametrize("scheme", ["ngram", "layers", "mtp", "chain"])
+def test_32_requests_through_a_pool_too_small_for_them(
+    scheme: str, plain: list[RequestOutput], drafts: Mapping[str, str]
+) -> None:
+    speculation = replace(SCHEMES[scheme](drafts), num_drafts=5)
+    page = 2 * (30 + {"ngram": 0, "layers": 12, "mtp": 1, "chain": 2}[scheme]) * 3 * 64 * 16 * 2
     llm = make_llm(speculation, kv_cache_memory=40 * page)
     requests = slice(4, 36)
     got = llm.generate(PROMPTS[requests], PARAMS[requests])
@@ -143,3 +173,13 @@ def test_32_requests_through_a_pool_too_small_for_them(scheme: str, plain: list[
     assert llm.engine.stats.speculation.num_accepted > 0
     assert_same(got, plain[requests])
     assert_all_pages_free(llm)
+
+
+def test_sixteen_at_once_have_the_acceptance_of_one_by_one(drafts: Mapping[str, str]) -> None:
+    llm = make_llm(SCHEMES["mtp"](drafts))
+    wanted = [SamplingParams(temperature=(0.0, 1.0)[i % 2], seed=i, max_tokens=16) for i in range(16)]
+    alone = one_by_one(llm, PROMPTS[:16], wanted)
+    together = llm.generate(PROMPTS[:16], wanted)
+    assert_same(together, alone)
+    assert [a.stats.speculation for a in together] == [b.stats.speculation for b in alone]
+    assert sum(output.stats.speculation.num_accepted for output in alone) > 0

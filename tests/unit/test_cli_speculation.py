@@ -13,7 +13,8 @@ from fake_llm import Letters, make_llm
 from pilotfish.cli.app import run
 from pilotfish.cli.paint import Painter, wants_colour
 from pilotfish.cli.speculation import SpeculationOptions, bench_schemes
-from pilotfish.config import DraftModel, Ngram, Speculation
+from pilotfish.config import DraftModel, Eagle, Mtp, Ngram, Speculation, SpeculationChoice
+from pilotfish.errors import ConfigError
 from pilotfish.llm import LLM
 from pilotfish.speculation.ngram import NgramProposer
 from pilotfish.types import CompletionOutput, SamplingParams
@@ -56,7 +57,8 @@ def plain_text(**params: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "settings"),
     [
-        ({}, None),
+        ({}, "auto"),
+        ({"scheme": "auto"}, "auto"),
         ({"scheme": "none"}, None),
         ({"scheme": "ngram"}, Ngram()),
         (
@@ -68,13 +70,20 @@ def plain_text(**params: Any) -> str:
             {"scheme": "draft", "draft": "some/model", "verify": "rejection"},
             DraftModel(model="some/model", verify="rejection"),
         ),
+        ({"scheme": "mtp"}, Mtp()),
+        ({"head": "some/head"}, Mtp(head="some/head")),
+        (
+            {"scheme": "mtp", "head": "some/head", "num_drafts": 3, "allow_mismatch": True},
+            Mtp(head="some/head", num_drafts=3, allow_mismatch=True),
+        ),
+        ({"scheme": "eagle", "head": "some/head"}, Eagle(head="some/head")),
         (
             {"scheme": "ngram", "verify": "threshold", "threshold": 0.5},
             Ngram(verify="threshold", threshold=0.5),
         ),
     ],
 )
-def test_options_become_settings(options: dict[str, Any], settings: Speculation | None) -> None:
+def test_options_become_settings(options: dict[str, Any], settings: SpeculationChoice) -> None:
     assert SpeculationOptions(**options).settings() == settings
 
 
@@ -82,13 +91,18 @@ def test_options_become_settings(options: dict[str, Any], settings: Speculation 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--scheme", "medusa"], "scheme='medusa': must be one of none, draft, ngram"),
+        (["--scheme", "medusa"], "scheme='medusa': must be one of auto, none, draft, ngram, mtp, eagle"),
         (["--scheme", "draft"], "needs --draft"),
         (["--scheme", "ngram", "--draft", "layers:2"], "it needs --scheme draft"),
         (["--scheme", "none", "--draft", "layers:2"], "it needs --scheme draft"),
         (["--draft", "layers:two"], "layers:N with a number"),
         (["--draft", "layers:0"], "layers=0"),
-        (["--num-drafts", "3"], "it needs --scheme draft or --scheme ngram"),
+        (["--num-drafts", "3"], "has no use with --scheme auto; it needs --scheme draft or --scheme ngram"),
+        (["--scheme", "none", "--num-drafts", "3"], "it needs --scheme draft or --scheme ngram"),
+        (["--scheme", "ngram", "--head", "x"], "it needs --scheme mtp or --scheme eagle"),
+        (["--scheme", "auto", "--head", "x"], "it needs --scheme mtp or --scheme eagle"),
+        (["--draft", "layers:2", "--head", "x"], "it needs --scheme mtp or --scheme eagle"),
+        (["--allow-mismatch"], "it needs --scheme mtp or --scheme eagle"),
         (["--scheme", "ngram", "--num-drafts", "0"], "num_drafts=0"),
         (["--draft", "layers:2", "--max-ngram", "3"], "it needs --scheme ngram"),
         (["--scheme", "ngram", "--max-ngram", "1"], "max_ngram=1"),
@@ -110,7 +124,7 @@ def test_wrong_combinations_are_one_line_before_anything_is_loaded(
 
 
 def test_compare_needs_a_scheme(loaded: list[Any], capsys: Output) -> None:
-    assert run([*GENERATE, "--compare"]) == 2
+    assert run([*GENERATE, "--scheme", "none", "--compare"]) == 2
     assert "--scheme none" in capsys.readouterr().err
     assert loaded == []
 
@@ -195,7 +209,7 @@ def test_a_terminal_shows_drafts_and_own_tokens_in_two_colours(
     assert CYAN in captured.out
     assert re.sub(r"\x1b\[\d+m", "", captured.out) == plain_text() + "\n"
     assert "(green: accepted drafts)" in captured.err
-    assert run(REPEATING) == 0  # plain decoding has nothing to tell apart
+    assert run([*REPEATING, "--scheme", "none"]) == 0  # plain decoding has nothing to tell apart
     assert "\x1b" not in capsys.readouterr().out
 
 
@@ -241,9 +255,12 @@ def test_chat_speculates_too(loaded: list[Any], capsys: Output, monkeypatch: pyt
 
 
 def test_each_scheme_of_a_benchmark_takes_its_own_options() -> None:
-    options = {"draft": "layers:3", "num_drafts": 2, "max_ngram": 5, "min_ngram": None}
-    assert bench_schemes("none, ngram,draft", options) == {
+    options = {"draft": "layers:3", "head": "some/head", "num_drafts": 2, "max_ngram": 5, "min_ngram": None}
+    assert bench_schemes("none, ngram,draft,mtp", options) == {
         "none": None,
         "ngram": Ngram(num_drafts=2, max_ngram=5),
         "draft": DraftModel(num_drafts=2, layers=3),
+        "mtp": Mtp(num_drafts=2, head="some/head"),
     }
+    with pytest.raises(ConfigError, match="scheme='auto': must be one of none, draft, ngram, mtp, eagle"):
+        bench_schemes("none,auto", {})

@@ -10,12 +10,15 @@ from typer import Option
 
 from pilotfish.cli.options import ModelOptions
 from pilotfish.cli.speculation import (
+    AllowMismatchOption,
     DraftOption,
+    HeadOption,
     MaxNgramOption,
     MinNgramOption,
     NumDraftsOption,
     ThresholdOption,
     VerifyOption,
+    given_options,
 )
 from pilotfish.config import EngineConfig, Speculation
 from pilotfish.errors import ConfigError
@@ -31,7 +34,7 @@ class BenchOptions:
         ModelOptions().model
     )
     scheme: Annotated[
-        str, Option(metavar="LIST", help="Schemes, with commas: none, draft, ngram. Ratios are to none.")
+        str, Option(metavar="LIST", help="Schemes, with commas: none, draft, ngram, mtp, eagle. Ratios are to none.")
     ] = "none,ngram"
     data: Annotated[
         Path | None,
@@ -50,6 +53,8 @@ class BenchOptions:
     seed: Annotated[int, Option(help="Of every request; matters above temperature 0.")] = 0
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False
     draft: DraftOption = None
+    head: HeadOption = None
+    allow_mismatch: AllowMismatchOption = False
     num_drafts: NumDraftsOption = None
     verify: VerifyOption = None
     threshold: ThresholdOption = None
@@ -83,8 +88,8 @@ class BenchOptions:
 
     def speculation_options(self) -> dict[str, object]:
         """Options that belong to schemes, by name; None where not given."""
-        names = ("draft", "num_drafts", "verify", "threshold", "max_ngram", "min_ngram")
-        return {name: getattr(self, name) for name in names}
+        names = ("draft", "head", "allow_mismatch", "num_drafts", "verify", "threshold", "max_ngram", "min_ngram")
+        return given_options(self, names)
 
     def engine_config(self, speculation: Speculation | None, max_model_len: int) -> EngineConfig:
         """Of one scheme's engine: rows and pages for the largest batch, and no prefix cache.

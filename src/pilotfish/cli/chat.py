@@ -12,7 +12,7 @@ from pilotfish.cli.options import ModelOptions, SamplingOptions
 from pilotfish.cli.paint import Painter, wants_colour
 from pilotfish.cli.render import stats_line
 from pilotfish.cli.session import load_llm, with_room
-from pilotfish.config import Speculation
+from pilotfish.config import SpeculationChoice
 from pilotfish.errors import ConfigError, RequestError
 from pilotfish.types import SamplingParams
 
@@ -28,7 +28,7 @@ _HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, Ctrl-C stop
 def run_chat(
     model: ModelOptions,
     sampling: SamplingOptions,
-    speculation: Speculation | None,
+    speculation: SpeculationChoice,
     system: str | None,
     *,
     verbose: bool,

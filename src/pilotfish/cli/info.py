@@ -28,6 +28,7 @@ def model_info(options: ModelOptions) -> dict[str, Any]:
     with loading_progress(f"reading {options.model}") as progress:
         from pilotfish.models import expected_tensors
         from pilotfish.models.checkpoint import resolve_model
+        from pilotfish.speculation import find_head
 
         try:
             checkpoint = resolve_model(
@@ -40,6 +41,7 @@ def model_info(options: ModelOptions) -> dict[str, Any]:
             return {"model": options.model, "supported": False, "reason": str(error), "isas": _isas()}
         config = checkpoint.config
         num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
+        head = find_head(checkpoint)
         has_template = checkpoint.load_tokenizer().has_chat_template
         checkpoint.close()
     itemsize = checkpoint.dtype.itemsize
@@ -63,6 +65,7 @@ def model_info(options: ModelOptions) -> dict[str, Any]:
         "kv_bytes_per_token": 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize,
         "eos_token_ids": list(config.eos_token_ids),
         "chat_template": has_template,
+        "draft_head": None if head is None else str(head),
         "isas": _isas(),
     }
 
@@ -80,6 +83,8 @@ def print_info(info: dict[str, Any]) -> None:
 
 
 def _shown(name: str, value: object) -> str:
+    if value is None:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):

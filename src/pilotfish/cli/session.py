@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pilotfish.cli.options import DEFAULT_MAX_TOKENS, ModelOptions, PromptOptions
-from pilotfish.config import Speculation
+from pilotfish.config import SpeculationChoice
 from pilotfish.errors import ConfigError, RequestError
 from pilotfish.types import SamplingParams
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["load_llm", "loading_progress", "prompt_tokens", "with_room"]
 
 
-def load_llm(options: ModelOptions, speculation: Speculation | None = None) -> LLM:
+def load_llm(options: ModelOptions, speculation: SpeculationChoice = None) -> LLM:
     """Load the model and its draft, with a progress display on stderr if that is a terminal."""
     settings = options.engine_settings()
     with loading_progress(f"loading {options.model}") as progress:

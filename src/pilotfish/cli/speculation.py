@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from pilotfish.config import DraftModel, Ngram, Speculation
+from pilotfish.config import DraftModel, Eagle, HeadSpeculation, Mtp, Ngram, Speculation, SpeculationChoice
 from pilotfish.errors import ConfigError
 
-__all__ = ["SCHEMES", "SpeculationOptions", "bench_schemes", "speculation_settings"]
+__all__ = ["BENCH_SCHEMES", "SCHEMES", "SpeculationOptions", "bench_schemes", "given_options", "speculation_settings"]
 
-SCHEMES = ("none", "draft", "ngram")
+BENCH_SCHEMES = ("none", "draft", "ngram", "mtp", "eagle")
+"""What a list of ``--scheme`` may name: what is measured has a name of its own."""
+
+SCHEMES = ("auto", *BENCH_SCHEMES)
 """What ``--scheme`` may say."""
 
 _PANEL = "Speculation"
 _SHARED = ("num_drafts", "verify", "threshold")
-_OWN = {"draft": ("draft",), "ngram": ("max_ngram", "min_ngram")}
+_OWN = {
+    "draft": ("draft",),
+    "ngram": ("max_ngram", "min_ngram"),
+    "mtp": ("head", "allow_mismatch"),
+    "eagle": ("head", "allow_mismatch"),
+}
+_WITHOUT_OPTIONS = ("auto", "none")
+_HEADS: Mapping[str, type[HeadSpeculation]] = {"mtp": Mtp, "eagle": Eagle}
 _DEFAULTS = Ngram()
+_AUTO: Literal["auto"] = "auto"
 
 Option = typer.Option
 
@@ -30,6 +41,24 @@ DraftOption = Annotated[
         metavar="MODEL|layers:N",
         help="A model that drafts (as --model), or the target's first N layers. Implies --scheme draft.",
         show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
+HeadOption = Annotated[
+    str | None,
+    Option(
+        "--head",
+        metavar="DIR|ID",
+        help="mtp, eagle: folder or Hugging Face id of the head. Implies --scheme mtp.",
+        show_default="the model's own",
+        rich_help_panel=_PANEL,
+    ),
+]
+AllowMismatchOption = Annotated[
+    bool,
+    Option(
+        "--allow-mismatch",
+        help="mtp, eagle: take a head that was trained for other weights or another chat template of the same shape.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -70,53 +99,82 @@ MinNgramOption = Annotated[
 class SpeculationOptions:
     """Which scheme proposes drafts, and how they are verified. None: not given."""
 
-    scheme: Annotated[str | None, Option(help="none, draft or ngram.", show_default="none", rich_help_panel=_PANEL)] = (
-        None
-    )
+    scheme: Annotated[
+        str | None,
+        Option(
+            help="auto (the model's own head, else ngram), none, draft, ngram, mtp or eagle.",
+            show_default="auto",
+            rich_help_panel=_PANEL,
+        ),
+    ] = None
     draft: DraftOption = None
+    head: HeadOption = None
+    allow_mismatch: AllowMismatchOption = False
     num_drafts: NumDraftsOption = None
     verify: VerifyOption = None
     threshold: ThresholdOption = None
     max_ngram: MaxNgramOption = None
     min_ngram: MinNgramOption = None
 
-    def settings(self) -> Speculation | None:
-        """The scheme's settings; None is plain decoding.
+    def settings(self) -> SpeculationChoice:
+        """The scheme's settings; None is plain decoding, ``auto`` is for the engine to decide.
 
         Raises:
             ConfigError: an unknown scheme, a wrong value, or an option that does not belong to the scheme.
         """
-        scheme = self.scheme if self.scheme is not None else ("none" if self.draft is None else "draft")
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "scheme"}
+        implied = "draft" if self.draft is not None else "mtp" if self.head is not None else "auto"
+        scheme = implied if self.scheme is None else self.scheme
+        given = given_options(self, [field.name for field in fields(self) if field.name != "scheme"])
+        _check_scheme(scheme, SCHEMES)
+        if scheme == "auto":
+            _check_options(scheme, given)
+            return _AUTO
         return speculation_settings(scheme, given)
 
 
+def given_options(options: object, names: Iterable[str]) -> dict[str, Any]:
+    """Options by name from a dataclass of them; None where not given, as a flag that is not set."""
+    values = {name: getattr(options, name) for name in names}
+    return {name: None if value is False else value for name, value in values.items()}
+
+
 def speculation_settings(scheme: str, options: Mapping[str, Any]) -> Speculation | None:
-    """Settings of one scheme from options by name; those that are None were not given.
+    """Settings of one scheme but ``auto`` from options by name; those that are None were not given.
 
     Raises:
         ConfigError: as :meth:`SpeculationOptions.settings`.
     """
-    _check_scheme(scheme)
-    given = {name: value for name, value in options.items() if value is not None}
-    allowed = () if scheme == "none" else (*_SHARED, *_OWN[scheme])
-    for name, value in given.items():
-        if name not in allowed:
-            owners = [owner for owner, own in _OWN.items() if name in (*_SHARED, *own)]
-            needed = " or ".join(f"--scheme {owner}" for owner in owners)
-            raise ConfigError(f"{name}={value!r}: has no use with --scheme {scheme}; it needs {needed}")
-    if "threshold" in given and given.get("verify") != "threshold":
-        raise ConfigError(f"threshold={given['threshold']}: needs --verify threshold, which is lossy")
+    _check_scheme(scheme, BENCH_SCHEMES)
+    given = _check_options(scheme, options)
     if scheme == "none":
         return None
     if scheme == "ngram":
         return Ngram(**given)
+    if scheme in _HEADS:
+        return _HEADS[scheme](**given)
     source = given.pop("draft", None)
     if source is None:
         raise ConfigError(
             "scheme='draft': needs --draft with a model's name, or layers:N for the target's first layers"
         )
     return DraftModel(**_draft_source(source), **given)
+
+
+def _check_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, all of which belong to the scheme."""
+    given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
+        if name not in _names_of(scheme):
+            owners = [owner for owner, own in _OWN.items() if name in (*_SHARED, *own)]
+            needed = " or ".join(f"--scheme {owner}" for owner in owners)
+            raise ConfigError(f"{name}={value!r}: has no use with --scheme {scheme}; it needs {needed}")
+    if "threshold" in given and given.get("verify") != "threshold":
+        raise ConfigError(f"threshold={given['threshold']}: needs --verify threshold, which is lossy")
+    return given
+
+
+def _names_of(scheme: str) -> Sequence[str]:
+    return () if scheme in _WITHOUT_OPTIONS else (*_SHARED, *_OWN[scheme])
 
 
 def bench_schemes(names: str, options: Mapping[str, Any]) -> dict[str, Speculation | None]:
@@ -127,7 +185,7 @@ def bench_schemes(names: str, options: Mapping[str, Any]) -> dict[str, Speculati
     """
     listed = [name.strip() for name in names.split(",")]
     for name in listed:
-        _check_scheme(name)
+        _check_scheme(name, BENCH_SCHEMES)
         if listed.count(name) > 1:
             raise ConfigError(f"scheme={names!r}: lists {name} twice")
     given = {name: value for name, value in options.items() if value is not None}
@@ -139,13 +197,12 @@ def bench_schemes(names: str, options: Mapping[str, Any]) -> dict[str, Speculati
 
 
 def _taken_by(scheme: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    names: Sequence[str] = () if scheme == "none" else (*_SHARED, *_OWN[scheme])
-    return {name: value for name, value in given.items() if name in names}
+    return {name: value for name, value in given.items() if name in _names_of(scheme)}
 
 
-def _check_scheme(scheme: str) -> None:
-    if scheme not in SCHEMES:
-        raise ConfigError(f"scheme={scheme!r}: must be one of {', '.join(SCHEMES)}")
+def _check_scheme(scheme: str, allowed: Sequence[str]) -> None:
+    if scheme not in allowed:
+        raise ConfigError(f"scheme={scheme!r}: must be one of {', '.join(allowed)}")
 
 
 def _draft_source(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
-from pilotfish.config import EngineConfig
+from pilotfish.config import EngineConfig, Speculation
 from pilotfish.engine.request import Completion, Request
 from pilotfish.engine.scheduler import Row, ScheduledRow, Scheduler
 from pilotfish.errors import RequestError
@@ -83,6 +83,8 @@ class Engine:
     ) -> None:
         assert config.max_model_len is not None
         self.config = config
+        # load_engine has decided what "auto" is; an engine that is built by hand and was told nothing does not draft.
+        self._settings = config.speculation if isinstance(config.speculation, Speculation) else None
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.runner = runner
@@ -96,7 +98,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=config.max_model_len,
             draft_has_kv=draft_has_kv,
-            decode_only_drafts=config.speculation is not None and config.speculation.decode_only_batches,
+            decode_only_drafts=self._settings is not None and self._settings.decode_only_batches,
         )
         self._clock = clock
         self._seeds = random.Random(config.seed)
@@ -162,12 +164,12 @@ class Engine:
         proposal = self.proposer.propose([self._draft_row(item) for item in scheduled])
         logits = self.runner.forward(_segments(scheduled, proposal))
         candidates = self._candidates(scheduled, proposal)
-        outcomes = verify(logits, candidates, self.config.speculation, self.runner.ops, self.config.logprobs_mode)
+        outcomes = verify(logits, candidates, self._settings, self.runner.ops, self.config.logprobs_mode)
         return self._commit(scheduled, proposal, outcomes)
 
     def _drafts_wanted(self, row: Row) -> int:
         """Most drafts that a decoding row can use: the bonus token comes after them, within ``max_tokens``."""
-        settings, completion = self.config.speculation, self._completions[row]
+        settings, completion = self._settings, self._completions[row]
         params = completion.request.params
         if settings is None or not params.speculate:
             return 0
@@ -224,7 +226,7 @@ class Engine:
         return list(progressed.values())
 
     def _speculation_stats(self) -> SpeculationStats:
-        settings = self.config.speculation
+        settings = self._settings
         if settings is None:
             return SpeculationStats()
         return SpeculationStats(settings.scheme, settings.num_drafts, exact=settings.verify != "threshold")

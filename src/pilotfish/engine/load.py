@@ -9,18 +9,18 @@ from dataclasses import replace
 import torch
 
 from pilotfish.attention import KVShape
-from pilotfish.attention.reference import ReferenceAttention
-from pilotfish.config import BackendName, EngineConfig
+from pilotfish.config import BackendName, EngineConfig, Speculation
 from pilotfish.engine.config import Machine, resolve
 from pilotfish.engine.engine import Engine
+from pilotfish.engine.runners import RunnerFactory
 from pilotfish.errors import BackendError, ConfigError
 from pilotfish.kv import PagePool
 from pilotfish.models import Model, ModelConfig, build_model, expected_tensors
 from pilotfish.models.checkpoint import Checkpoint, Progress, load_weights, resolve_model
+from pilotfish.models.heads import DraftHead, load_head
 from pilotfish.ops import Ops
 from pilotfish.ops.reference import TorchOps
-from pilotfish.runner import BatchBuilder, EagerRunner, Runner
-from pilotfish.speculation import Scheme, SpeculationContext, load_scheme
+from pilotfish.speculation import HeadScheme, Proposer, Scheme, SpeculationContext, find_head, load_scheme
 from pilotfish.text import Tokenizer
 
 __all__ = ["load_engine"]
@@ -34,7 +34,7 @@ def load_engine(
     *,
     use_cache: bool = True,
     progress: Progress | None = None,
-    scheme: Scheme | None = None,
+    scheme: Scheme | HeadScheme | None = None,
 ) -> Engine:
     """Load a model and build an engine around it.
 
@@ -45,6 +45,7 @@ def load_engine(
         use_cache: keep the converted copy of a GGUF file for the next time.
         progress: told what is being done and how far it is.
         scheme: at work instead of the one that ``config.speculation`` names, for tools that watch what is computed.
+            The settings say how many drafts it may propose; with ``auto`` it may propose none.
 
     Raises:
         CheckpointError: the model cannot be found, read or run.
@@ -62,47 +63,82 @@ def _build_engine(
     config: EngineConfig,
     use_cache: bool,
     progress: Progress | None,
-    scheme: Scheme | None,
+    scheme: Scheme | HeadScheme | None,
 ) -> Engine:
     config = replace(config, backend=_choose_backend(config), threads=_choose_threads(config, Machine.detect()))
     ops = _make_ops(config, checkpoint.dtype)
     target = _load_model(checkpoint, ops, config.max_model_len, progress)
     tokenizer = checkpoint.load_tokenizer()
-
-    def load_draft(name: str) -> tuple[Model, Tokenizer]:
-        with closing(resolve_model(name, dtype=config.dtype, cache=use_cache, progress=progress)) as draft:
-            return _load_model(draft, ops, config.max_model_len, progress), draft.load_tokenizer()
-
-    context = SpeculationContext(target, tokenizer, load_draft)
+    settings = config.speculation if isinstance(config.speculation, Speculation) else None
     if scheme is None:
-        scheme = load_scheme(config.speculation, context)
-    shapes = [_kv_shape(model.config, config.page_size, ops.dtype) for model in (target, scheme.model) if model]
+        context = _speculation_context(checkpoint, target, tokenizer, ops, config, use_cache, progress)
+        settings, scheme = load_scheme(config.speculation, context)
+    target_kv = _kv_shape(target.config, config.page_size, ops.dtype)
+    draft_kv = _draft_kv_shape(scheme, config.page_size, ops.dtype)
     # After the weights, so that what is free is free for pages.
-    page_bytes = sum(shape.bytes_per_page for shape in shapes)
+    page_bytes = target_kv.bytes_per_page + (draft_kv.bytes_per_page if draft_kv is not None else 0)
+    config = replace(config, speculation=settings)
     config = resolve(config, page_bytes, target.config.max_position_embeddings, Machine.detect())
     assert config.kv_cache_memory is not None
     pool = PagePool(
         config.kv_cache_memory // page_bytes, config.page_size, enable_prefix_caching=config.enable_prefix_caching
     )
-    num_drafts = config.speculation.num_drafts if config.speculation is not None else 0
+    num_drafts = settings.num_drafts if settings is not None else 0
     max_logits = min(config.max_num_batched_tokens, config.max_num_seqs * (num_drafts + 1))
-    runner = _make_runner(config, target, ops, shapes[0], pool.num_pages, config.max_num_batched_tokens, max_logits)
-    draft_runner = None
-    if scheme.model is not None:
-        # A step's tokens, and a bonus token for each row.
-        max_tokens = config.max_num_batched_tokens + config.max_num_seqs
-        draft_runner = _make_runner(
-            config, scheme.model, ops, shapes[1], pool.num_pages, max_tokens, config.max_num_seqs
-        )
+    runners = RunnerFactory(config, ops, pool.num_pages)
     return Engine(
         config=config,
         model_config=target.config,
         tokenizer=tokenizer,
-        runner=runner,
+        runner=runners.runner(target, target_kv, config.max_num_batched_tokens, max_logits, scheme.aux_layers),
         pool=pool,
-        proposer=scheme.start(draft_runner),
-        draft_has_kv=draft_runner is not None,
+        proposer=_start(scheme, runners, draft_kv),
+        draft_has_kv=draft_kv is not None,
     )
+
+
+def _speculation_context(
+    checkpoint: Checkpoint,
+    target: Model,
+    tokenizer: Tokenizer,
+    ops: Ops,
+    config: EngineConfig,
+    use_cache: bool,
+    progress: Progress | None,
+) -> SpeculationContext:
+    def load_draft(name: str) -> tuple[Model, Tokenizer]:
+        with closing(resolve_model(name, dtype=config.dtype, cache=use_cache, progress=progress)) as draft:
+            return _load_model(draft, ops, config.max_model_len, progress), draft.load_tokenizer()
+
+    def own_head() -> str | None:
+        folder = find_head(checkpoint)
+        return None if folder is None else str(folder)
+
+    def load(name: str, allow_mismatch: bool) -> DraftHead:
+        return load_head(
+            name,
+            checkpoint=checkpoint,
+            model=target,
+            ops=ops,
+            max_model_len=config.max_model_len,
+            allow_mismatch=allow_mismatch,
+        )
+
+    return SpeculationContext(target, tokenizer, load_draft, own_head, load)
+
+
+def _start(scheme: Scheme | HeadScheme, runners: RunnerFactory, kv: KVShape | None) -> Proposer:
+    """Give the scheme's draft a KV pool in the target's pages and a runner."""
+    config = runners.config
+    # A step's tokens, and a bonus token for each row.
+    max_tokens = config.max_num_batched_tokens + config.max_num_seqs
+    if isinstance(scheme, HeadScheme):
+        assert kv is not None
+        return scheme.start(runners.head_runner(scheme.head, kv, max_tokens, config.max_num_seqs))
+    if scheme.model is None:
+        return scheme.start(None)
+    assert kv is not None
+    return scheme.start(runners.runner(scheme.model, kv, max_tokens, config.max_num_seqs))
 
 
 def _load_model(checkpoint: Checkpoint, ops: Ops, max_model_len: int | None, progress: Progress | None) -> Model:
@@ -124,6 +160,13 @@ def _kv_shape(config: ModelConfig, page_size: int, dtype: torch.dtype) -> KVShap
         page_size=page_size,
         dtype=dtype,
     )
+
+
+def _draft_kv_shape(scheme: Scheme | HeadScheme, page_size: int, dtype: torch.dtype) -> KVShape | None:
+    """Of the KV that the scheme keeps in the target's pages: a layer for each module of a head."""
+    if isinstance(scheme, HeadScheme):
+        return _kv_shape(scheme.head.config.shape, page_size, dtype)
+    return None if scheme.model is None else _kv_shape(scheme.model.config, page_size, dtype)
 
 
 def _choose_threads(config: EngineConfig, machine: Machine) -> int:
@@ -172,20 +215,3 @@ def _make_ops(config: EngineConfig, dtype: torch.dtype) -> Ops:
     from pilotfish.ops.native import NativeOps, fastest_path
 
     return NativeOps(dtype, _native.Team(config.threads), fastest_path(config.isa))
-
-
-def _make_runner(
-    config: EngineConfig, model: Model, ops: Ops, kv: KVShape, num_pages: int, max_tokens: int, max_logits: int
-) -> Runner:
-    assert config.max_model_len is not None
-    limits = {"max_tokens": max_tokens, "max_seqs": config.max_num_seqs}
-    builder = BatchBuilder(**limits, max_model_len=config.max_model_len, page_size=config.page_size)
-    if config.backend == "torch":
-        return EagerRunner(model, ops, ReferenceAttention(kv, num_pages), builder)
-    from pilotfish.attention.native import NativeAttention
-    from pilotfish.ops.native import NativeOps
-    from pilotfish.runner.recorded import RecordedRunner
-
-    assert isinstance(ops, NativeOps)
-    attention = NativeAttention(ops, kv, num_pages, **limits, max_kv_len=config.max_model_len)
-    return RecordedRunner(model, ops, attention, builder, max_logits=max_logits)

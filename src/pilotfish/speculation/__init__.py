@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 
-from pilotfish.config import Speculation
+from pilotfish.config import Ngram, Speculation, SpeculationChoice
 from pilotfish.speculation.base import (
     CommittedRow,
     DraftRow,
+    HeadScheme,
     NoProposer,
     Proposal,
     Proposer,
     Scheme,
     SpeculationContext,
 )
+from pilotfish.speculation.find import find_head, load_own_head
 from pilotfish.speculation.verify import Candidate, Outcome, verify
 
 __all__ = [
     "Candidate",
     "CommittedRow",
     "DraftRow",
+    "HeadScheme",
     "NoProposer",
     "Outcome",
     "Proposal",
     "Proposer",
     "Scheme",
     "SpeculationContext",
+    "find_head",
     "load_scheme",
     "verify",
 ]
 
+logger = logging.getLogger(__name__)
 
-def load_scheme(settings: Speculation | None, context: SpeculationContext) -> Scheme:
-    """The scheme that ``settings`` describe: that of the module of this package that is named as the scheme.
+
+def load_scheme(
+    choice: SpeculationChoice, context: SpeculationContext
+) -> tuple[Speculation | None, Scheme | HeadScheme]:
+    """The scheme that was asked for, and its settings: for ``auto``, those that were found.
+
+    A scheme's code is the module of this package that is named as the scheme.
 
     Raises:
         ConfigError: it does not fit the target.
-        CheckpointError: a draft that cannot be loaded.
+        CheckpointError: a draft or head that cannot be loaded.
     """
-    if settings is None:
-        return Scheme(model=None, start=lambda _: NoProposer())
-    module = import_module(f"{__name__}.{settings.scheme}")
-    scheme: Scheme = module.load(settings, context)
-    return scheme
+    if choice is None:
+        return None, Scheme(model=None, start=lambda _: NoProposer())
+    if isinstance(choice, Speculation):
+        module = import_module(f"{__name__}.{choice.scheme}")
+        scheme: Scheme | HeadScheme = module.load(choice, context)
+        return choice, scheme
+    own = load_own_head(context)
+    if own is None:
+        logger.info("speculation=ngram: the model has no draft head of its own")
+        return load_scheme(Ngram(), context)
+    logger.info("speculation=%s: the model's own head, %s", own[0].scheme, own[0].head)
+    return own

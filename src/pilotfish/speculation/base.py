@@ -5,7 +5,7 @@ proposes nothing. Drafts live in the proposal until commit, so a rejected draft 
 is overwritten by the next step.
 
 A scheme is a module of this package, named as ``Speculation.scheme`` of its settings, with one function
-``load(settings, context) -> Scheme``.
+``load(settings, context)`` that gives a :class:`Scheme`, or a :class:`HeadScheme` where a head drafts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,21 @@ from typing import Protocol
 from torch import Tensor
 
 from pilotfish.models import Model
-from pilotfish.runner import Runner
+from pilotfish.models.heads import DraftHead
+from pilotfish.runner import HeadRunner, Runner
 from pilotfish.sampling import SamplerState
 from pilotfish.text import Tokenizer
 
-__all__ = ["CommittedRow", "DraftRow", "NoProposer", "Proposal", "Proposer", "Scheme", "SpeculationContext"]
+__all__ = [
+    "CommittedRow",
+    "DraftRow",
+    "HeadScheme",
+    "NoProposer",
+    "Proposal",
+    "Proposer",
+    "Scheme",
+    "SpeculationContext",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +132,15 @@ class SpeculationContext:
         target: the target.
         tokenizer: the target's.
         load_model: another checkpoint by name, packed for the same ops: its model and tokenizer.
+        find_head: the folder of the head that is the target's own, or None.
+        load_head: a head by folder or Hugging Face id, for the target and its ops; True allows a mismatch.
     """
 
     target: Model
     tokenizer: Tokenizer
     load_model: Callable[[str], tuple[Model, Tokenizer]]
+    find_head: Callable[[], str | None]
+    load_head: Callable[[str, bool], DraftHead]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +150,27 @@ class Scheme:
     Attributes:
         model: a draft model that needs a pool and a runner of its own, or None.
         start: makes the proposer, given that runner (None if there is no model).
+        aux_layers: the target's features are the states that enter these layers; none: its last ones.
     """
 
     model: Model | None
     start: Callable[[Runner | None], Proposer]
+    aux_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadScheme:
+    """A scheme whose drafts are a head's, which has no KV pool yet.
+
+    Attributes:
+        head: it needs a pool with a layer for each of its modules, and a runner.
+        start: makes the proposer, given that runner.
+    """
+
+    head: DraftHead
+    start: Callable[[HeadRunner], Proposer]
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """As of :class:`Scheme`."""
+        return self.head.config.aux_layers

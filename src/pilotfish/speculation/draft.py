@@ -131,7 +131,8 @@ class DraftProposer:
         if drawn:
             self._choose(self._carried([rows[s] for s in drawn]), drawn, rows, tokens, probs)
         while active := [s for s, limit in enumerate(limits) if len(tokens[s]) < limit]:
-            self._choose(self._forward([_next_segment(rows[s], tokens[s]) for s in active]), active, rows, tokens, probs)
+            logits = self._forward([_next_segment(rows[s], tokens[s]) for s in active])
+            self._choose(logits, active, rows, tokens, probs)
         return Proposal(tokens, [torch.stack(q) if q else None for q in probs])
 
     def _choose(

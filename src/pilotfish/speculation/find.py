@@ -1,0 +1,85 @@
+"""The head that is a model's own: where to look for it, and the scheme that a head of some kind drafts for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from pilotfish.config import Eagle, HeadSpeculation, Mtp
+from pilotfish.errors import CheckpointError, ConfigError
+from pilotfish.models.checkpoint import BUILT_IN_MODELS, Checkpoint
+from pilotfish.models.heads import DraftHead
+from pilotfish.runner import HeadRunner
+from pilotfish.speculation.base import HeadScheme, Proposer, SpeculationContext
+from pilotfish.speculation.heads import HeadProposer
+
+__all__ = ["SHIPPED_HEADS", "find_head", "head_scheme", "load_own_head", "own_head_scheme"]
+
+logger = logging.getLogger(__name__)
+
+SHIPPED_HEADS = Path(__file__).parent.parent / "data" / "heads"
+"""A folder for each built-in model that a head ships for, named as the model."""
+
+_FOLDERS = ("head", "mtp")
+
+
+def find_head(checkpoint: Checkpoint, shipped: Path = SHIPPED_HEADS) -> Path | None:
+    """The folder of the model's own head: ``head`` or ``mtp`` beside its weights, else the one that ships for it."""
+    folder = checkpoint.source if checkpoint.source.is_dir() else checkpoint.source.parent
+    places = [folder / name for name in _FOLDERS]
+    if checkpoint.name in BUILT_IN_MODELS:
+        places.append(shipped / checkpoint.name)
+    return next((place for place in places if (place / "config.json").is_file()), None)
+
+
+def load_own_head(context: SpeculationContext) -> tuple[HeadSpeculation, HeadScheme] | None:
+    """What ``speculation="auto"`` takes where the model has a head that fits it; None where not."""
+    folder = context.find_head()
+    if folder is None:
+        return None
+    try:
+        head = context.load_head(folder, False)
+    except CheckpointError as error:
+        logger.warning("The head in %s is left out: %s", folder, error)
+        return None
+    settings: HeadSpeculation = Mtp(head=folder) if head.config.kind == "mtp" else Eagle(head=folder)
+    return settings, head_scheme(head, settings, context)
+
+
+def own_head_scheme(settings: HeadSpeculation, context: SpeculationContext, kinds: Sequence[str]) -> HeadScheme:
+    """The scheme of the head that ``settings`` name, or of the model's own.
+
+    Args:
+        settings: which head.
+        context: the target.
+        kinds: of heads that this scheme runs.
+
+    Raises:
+        ConfigError: there is none, or it is of another kind.
+        CheckpointError: it cannot be loaded, or does not fit the target.
+    """
+    folder = settings.head if settings.head is not None else context.find_head()
+    if folder is None:
+        raise ConfigError(
+            f"scheme={settings.scheme!r}: this model has no head of its own: none ships with the package, and there is "
+            "no folder head or mtp beside its weights. Name one: head=FOLDER, or --head FOLDER on the command line."
+        )
+    head = context.load_head(folder, settings.allow_mismatch)
+    if head.config.kind not in kinds:
+        other = "mtp" if head.config.kind == "mtp" else "eagle"
+        raise ConfigError(
+            f"scheme={settings.scheme!r}: the head in {folder} is of the kind {head.config.kind}. "
+            f"Use {other.capitalize()}(head=...), or --scheme {other}."
+        )
+    return head_scheme(head, settings, context)
+
+
+def head_scheme(head: DraftHead, settings: HeadSpeculation, context: SpeculationContext) -> HeadScheme:
+    """A loaded head as a scheme."""
+    vocab_size = context.target.config.vocab_size
+
+    def start(runner: HeadRunner) -> Proposer:
+        return HeadProposer(runner, vocab_size, with_probs=settings.verify == "rejection")
+
+    return HeadScheme(head, start)
