@@ -72,7 +72,7 @@ traffic = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     traffic=traffic,
     scheme=st.sampled_from(SCHEMES),

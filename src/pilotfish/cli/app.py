@@ -13,8 +13,11 @@ from typer.exceptions import TyperException
 
 from pilotfish import __version__
 from pilotfish.cli.bench_options import BenchOptions
+from pilotfish.cli.capture import CaptureCommand
+from pilotfish.cli.evaluate import EvaluateCommand
 from pilotfish.cli.options import ModelOptions, PromptOptions, SamplingOptions, with_options
 from pilotfish.cli.speculation import SpeculationOptions
+from pilotfish.cli.train import TrainCommand
 from pilotfish.errors import ConfigError, PilotfishError, RequestError
 
 __all__ = ["app", "main", "run"]
@@ -124,6 +127,100 @@ def bench(
 
     if not run_bench(options, json, plot, resume=resume):
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+@with_options(command=CaptureCommand)
+def capture(
+    model: Annotated[str, typer.Argument(help="The target: folder, .gguf file, Hugging Face id or built-in name.")],
+    *,
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts: one JSON object a line with messages, turns, text or prompt.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the capture.", show_default=False)],
+    command: CaptureCommand,
+) -> None:
+    """Let a model answer prompts and keep its hidden states, to train draft heads on.
+
+    Ctrl-C keeps what is done; the same command goes on with it.
+    """
+    from pilotfish.cli.capture import run_capture
+
+    if not run_capture(model, data, out, command):
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+@with_options(command=TrainCommand)
+def train(
+    model: Annotated[str, typer.Argument(help="The target: folder, .gguf file, Hugging Face id or built-in name.")],
+    *,
+    data: Annotated[
+        list[Path],
+        typer.Option(metavar="DIR", help="A capture of this target's; repeatable.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the head.", show_default=False)],
+    command: TrainCommand,
+) -> None:
+    """Train a draft head on captured text. Under torchrun each process takes its share of the batches.
+
+    Ctrl-C saves; --resume goes on. The folder holds the head, log.jsonl and the state of the run.
+    """
+    from pilotfish.cli.train import run_train
+
+    if not run_train(model, data, out, command):
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+@with_options(command=EvaluateCommand)
+def evaluate(
+    model: Annotated[str, typer.Argument(help="The target: folder, .gguf file, Hugging Face id or built-in name.")],
+    *,
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR|FILE",
+            help="A capture, for the accuracy of each draft on its text; or prompts as for bench, for lengths.",
+            show_default=False,
+        ),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    command: EvaluateCommand,
+) -> None:
+    """Say how good a draft head is, by the code that drafts with it."""
+    from pilotfish.cli.evaluate import run_evaluate
+
+    run_evaluate(model, data, command, as_json=json)
+
+
+@app.command()
+def export(
+    head: Annotated[str, typer.Argument(help="The head: a folder or a Hugging Face id, in any layout that is read.")],
+    *,
+    model: Annotated[str, typer.Option("--model", "-m", help="Its target.")] = ModelOptions().model,
+    format: Annotated[
+        str,
+        typer.Option(
+            help="eagle3-vllm, eagle3-sglang, speculators, eagle-vllm, eagle-sglang, deepseek-mtp or pilotfish.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.", show_default=False)],
+    num_drafts: Annotated[int, typer.Option(help="Drafts a step that the folder recommends.")] = 4,
+    allow_mismatch: Annotated[
+        bool, typer.Option("--allow-mismatch", help="Take a head of other weights or another chat template.")
+    ] = False,
+) -> None:
+    """Write a draft head in the layout of another engine, or say why it has none there."""
+    from pilotfish.cli.export import run_export
+
+    run_export(head, model, format, out, num_drafts, allow_mismatch=allow_mismatch)
 
 
 @app.command()

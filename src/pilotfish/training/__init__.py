@@ -1,0 +1,1 @@
+"""Training of draft heads: capture the target's states, train, evaluate, export."""

@@ -1,0 +1,347 @@
+"""Capture: the target writes answers, and its hidden states are kept.
+
+The engine runs as it does for any user, with a proposer that proposes nothing and keeps what the target computed. So
+states are those that a head will see when it is served.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pilotfish.config import EngineConfig
+from pilotfish.engine import Engine, load_engine
+from pilotfish.errors import ConfigError, RequestError
+from pilotfish.models.checkpoint import Progress, resolve_model
+from pilotfish.models.heads import target_stamp
+from pilotfish.runner import Runner
+from pilotfish.speculation import CommittedRow, DraftRow, Proposal, Scheme
+from pilotfish.text import Tokenizer
+from pilotfish.training.store import CaptureReader, CaptureWriter, Manifest, Sample
+from pilotfish.types import RequestOutput, SamplingParams
+
+__all__ = ["Capture", "CaptureOptions", "CapturePrompt", "StateKeeper", "load_prompts"]
+
+_QUEUED = 2
+"""Requests waiting for each row that runs: enough that no row is ever empty, few enough to stop soon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """How answers come about.
+
+    Attributes:
+        temperature: of the answers; 0 is greedy.
+        max_tokens: most tokens of an answer.
+        max_prompt_tokens: longer prompts are left out.
+        keep_answers: learn the answers in the data instead of writing new ones.
+        seed: a prompt's seed is this plus its line number, so that a capture that was interrupted goes on as it began.
+        limit: most prompts.
+        aux_layers: also keep the states that enter these layers (EAGLE-3).
+        shard_tokens: tokens in a shard, at least.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int = 256
+    max_prompt_tokens: int = 1024
+    keep_answers: bool = False
+    seed: int = 0
+    limit: int | None = None
+    aux_layers: tuple[int, ...] = ()
+    shard_tokens: int = 100_000
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_prompt_tokens", "shard_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit={self.limit}: must be at least 1, or left out for all prompts")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """What decides the captured text, for the manifest."""
+        names = ["keep_answers", "max_prompt_tokens", "limit"]
+        if not self.keep_answers:
+            names += ["temperature", "max_tokens", "seed"]
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePrompt:
+    """One line of the data: its tokens, and with kept answers which of them are the answers'.
+
+    Attributes:
+        row: line number, from 0.
+        source: the line's ``source`` or ``category``, or "".
+        token_ids: prompt, or prompt and answers.
+        loss_mask: 1 for tokens of given answers.
+    """
+
+    row: int
+    source: str
+    token_ids: list[int]
+    loss_mask: list[int]
+
+
+def load_prompts(path: Path, tokenizer: Tokenizer, options: CaptureOptions) -> Iterator[CapturePrompt]:
+    """The prompts of a JSON-lines file in order, but for those that are too long.
+
+    A line is an object with ``messages`` (chat), ``turns`` (what the user says; the first counts), or ``text`` or
+    ``prompt`` (plain text).
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is none of these; names the line.
+    """
+    taken = 0
+    for row, line in enumerate(_lines(path)):
+        if options.limit is not None and taken >= options.limit:
+            return
+        if not line.strip():
+            continue
+        where = f"{path}:{row + 1}"
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"data={where}: is not JSON: {error}") from error
+        if not isinstance(entry, dict):
+            raise ConfigError(f"data={where}: must be a JSON object, not {type(entry).__name__}")
+        try:
+            token_ids, mask = _tokenize(entry, tokenizer, options.keep_answers, where)
+        except RequestError as error:
+            raise ConfigError(f"data={where}: {error}") from error
+        if len(token_ids) > options.max_prompt_tokens or not token_ids or (options.keep_answers and not any(mask)):
+            continue
+        taken += 1
+        yield CapturePrompt(row, str(entry.get("source") or entry.get("category") or ""), token_ids, mask)
+
+
+def _lines(path: Path) -> list[bytes]:
+    try:
+        # At "\n" alone: a prompt may hold other characters that str.splitlines() takes for the end of a line.
+        return path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(f"data={str(path)!r}: cannot be read: {error.strerror}") from error
+
+
+def _tokenize(
+    entry: Mapping[str, Any], tokenizer: Tokenizer, keep_answers: bool, where: str
+) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask of one line."""
+    if "messages" in entry or "turns" in entry:
+        messages = entry.get("messages")
+        if messages is None:
+            turns = entry["turns"]
+            if not isinstance(turns, list) or not turns:
+                raise ConfigError(f"data={where}: turns={turns!r}: must be a list of strings that is not empty")
+            messages = [{"role": "user", "content": turns[0]}]
+        if keep_answers:
+            return _tokenize_answers(messages, tokenizer)
+        if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        token_ids = tokenizer.apply_chat_template(messages)
+        return token_ids, [0] * len(token_ids)
+    text = entry.get("text", entry.get("prompt"))
+    if not isinstance(text, str):
+        raise ConfigError(f"data={where}: has none of messages, turns, text and prompt; one is needed")
+    token_ids = tokenizer.encode(text)
+    # The first token is given, never predicted.
+    return token_ids, [0, *[int(keep_answers)] * (len(token_ids) - 1)]
+
+
+def _tokenize_answers(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """A conversation with its assistant's turns marked: each is what the template adds after the prompt before it."""
+    token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    mask = [0] * len(token_ids)
+    for i, message in enumerate(messages):
+        if i == 0 or message.get("role") != "assistant":
+            continue
+        start = len(tokenizer.apply_chat_template(messages[:i]))
+        end = len(tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False))
+        mask[start:end] = [1] * (min(end, len(mask)) - start)
+    return token_ids, mask
+
+
+class StateKeeper:
+    """A proposer that proposes nothing and keeps the target's states of every sequence until it ends.
+
+    Attributes:
+        runner: the target's. Its states after the final norm are kept, and behind them its features if they are others.
+    """
+
+    runner: Runner
+
+    def __init__(self) -> None:
+        self._running: dict[int, tuple[Sequence[int], list[Tensor]]] = {}  # by row; the tokens tell a new sequence
+        self._finished: dict[tuple[int, ...], Tensor] = {}
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        return Proposal.empty(len(rows))
+
+    def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
+        for row in rows:
+            tokens, chunks = self._running.get(row.index, (None, []))
+            if tokens is not row.token_ids or row.start == 0:  # a new sequence, or one that is computed again
+                chunks = []
+                self._running[row.index] = (row.token_ids, chunks)
+            rows_of = slice(row.offset, row.offset + row.num_computed - row.start)
+            parts = [self.runner.hidden[rows_of]]
+            if features.data_ptr() != self.runner.hidden.data_ptr():
+                parts.append(features[rows_of])
+            chunks.append(torch.cat(parts, dim=1).to(torch.bfloat16))
+            if row.finished:
+                del self._running[row.index]
+                self._finished[tuple(row.token_ids)] = torch.cat(chunks)
+
+    def take(self, token_ids: Sequence[int]) -> Tensor:
+        """The states of a sequence that has just ended: bfloat16 [L, H + F], zeros where none was computed."""
+        states = self._finished.pop(tuple(token_ids))
+        missing = len(token_ids) - len(states)
+        return torch.cat([states, states.new_zeros(missing, states.shape[1])])
+
+
+class Capture:
+    """One capture under way. Iterate :meth:`run`.
+
+    Args:
+        model: the target, as for :func:`pilotfish.engine.load_engine`.
+        data: the prompts' file.
+        folder: where to; a capture that was interrupted there goes on.
+        options: how answers come about.
+        config: of the engine; speculation and prefix caching are switched off.
+        progress: told how the model is loaded.
+
+    Raises:
+        ConfigError: the folder holds a capture of another target, data file or options; or see :func:`load_prompts`.
+        CheckpointError: the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        data: Path,
+        folder: Path,
+        options: CaptureOptions,
+        config: EngineConfig,
+        progress: Progress | None = None,
+    ) -> None:
+        self.options = options
+        checkpoint = resolve_model(model, dtype=config.dtype, progress=progress)
+        stamp = target_stamp(checkpoint)
+        self.tokenizer = checkpoint.load_tokenizer()
+        self.prompts = list(load_prompts(data, self.tokenizer, options))
+        self._hidden_size = stamp.hidden_size
+        fresh = Manifest(
+            target=asdict(stamp),
+            dtype=config.dtype,
+            aux_layers=options.aux_layers,
+            sampling=options.sampling,
+            data={"file": data.name, "sha256": hashlib.sha256(data.read_bytes()).hexdigest()},
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest = _resume(folder, fresh)
+        done = set(CaptureReader([folder]).rows.tolist()) if manifest.shards else set()
+        self.num_done = len(done)
+        self._todo = [prompt for prompt in self.prompts if prompt.row not in done]
+        self._writer = CaptureWriter(folder, manifest, options.shard_tokens)
+        self._keeper = StateKeeper()
+        self._model, self._config, self._progress = model, config, progress
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._writer.manifest
+
+    def size_estimate(self) -> tuple[int, int]:
+        """Most tokens that the whole capture can have, and their bytes on disk."""
+        options = self.options
+        num_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        if not options.keep_answers:
+            num_tokens += len(self.prompts) * options.max_tokens
+        return num_tokens, num_tokens * (2 * self._hidden_size * (1 + len(options.aux_layers)) + 5)
+
+    def run(self) -> Generator[Sample]:
+        """Compute what is missing; yields every sample when it is complete. Closing the iterator keeps what is done."""
+        engine = load_engine(
+            self._model,
+            replace(self._config, speculation=None, enable_prefix_caching=False),
+            progress=self._progress,
+            scheme=Scheme(model=None, start=lambda _: self._keeper, aux_layers=self.options.aux_layers),
+        )
+        self._keeper.runner = engine.runner
+        complete = False
+        try:
+            for sample in self._samples(engine):
+                self._writer.add(sample)
+                yield sample
+            complete = True
+        finally:
+            self._writer.close(complete=complete)
+
+    def _samples(self, engine: Engine) -> Iterator[Sample]:
+        waiting = iter(self._todo)
+        running: dict[str, CapturePrompt] = {}
+        while True:
+            for prompt in waiting:
+                running[str(prompt.row)] = prompt
+                engine.add_request(str(prompt.row), prompt.token_ids, self._params(prompt, engine.max_model_len))
+                if len(running) >= _QUEUED * engine.config.max_num_seqs:
+                    break
+            if not running:
+                return
+            for output in engine.step():
+                if output.finished:
+                    yield self._sample(running.pop(output.request_id), output)
+
+    def _params(self, prompt: CapturePrompt, max_model_len: int) -> SamplingParams:
+        options = self.options
+        if options.keep_answers:
+            return SamplingParams(max_tokens=1)
+        return SamplingParams(
+            temperature=options.temperature,
+            max_tokens=min(options.max_tokens, max_model_len - len(prompt.token_ids)),
+            seed=options.seed + prompt.row,
+        )
+
+    def _sample(self, prompt: CapturePrompt, output: RequestOutput) -> Sample:
+        answer = output.outputs[0].token_ids
+        states = self._keeper.take([*prompt.token_ids, *answer])
+        if self.options.keep_answers:
+            token_ids, mask = prompt.token_ids, prompt.loss_mask
+            states = states[: len(token_ids)]
+        else:
+            token_ids = [*prompt.token_ids, *answer]
+            mask = [*prompt.loss_mask, *[1] * len(answer)]
+        hidden, aux = self._split(states)
+        return Sample(_array(token_ids, np.int32), _array(mask, np.uint8), hidden, aux, prompt.row, prompt.source)
+
+    def _split(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        hidden = states[:, : self._hidden_size].contiguous()
+        return hidden, states[:, self._hidden_size :].contiguous() if self.options.aux_layers else None
+
+
+def _array(values: Sequence[int], dtype: type[Any]) -> NDArray[Any]:
+    return np.asarray(values, dtype)
+
+
+def _resume(folder: Path, fresh: Manifest) -> Manifest:
+    """The manifest to go on with: that of the folder, if it is of the same capture."""
+    if not (folder / "manifest.json").exists():
+        fresh.save(folder)
+        return fresh
+    found = Manifest.load(folder)
+    for name in ("target", "dtype", "aux_layers", "sampling", "data"):
+        ours, theirs = getattr(fresh, name), getattr(found, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"out={str(folder)!r}: holds a capture with {name}={theirs!r}; this one has {ours!r}. Choose another "
+                "folder, or the same settings to go on with it."
+            )
+    return found

@@ -1,0 +1,188 @@
+"""Capture: the stored text is what the engine writes, the stored states are those that it computed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers_gguf import tiny_model, write_gguf
+from pilotfish.config import EngineConfig
+from pilotfish.engine import load_engine
+from pilotfish.errors import CheckpointError, ConfigError
+from pilotfish.models.checkpoint import resolve_model
+from pilotfish.training.capture import Capture, CaptureOptions
+from pilotfish.training.store import CaptureReader
+from pilotfish.types import SamplingParams
+
+CONFIG = EngineConfig(
+    dtype="float32", backend="torch", threads=1, max_num_seqs=4, max_num_batched_tokens=16, kv_cache_memory=1 << 22,
+    speculation=None,
+)  # fmt: skip
+OPTIONS = CaptureOptions(max_tokens=6, shard_tokens=60)
+QUESTIONS = ["hello", "1234 is more than 123?", "a b c d e f g h i j", "hello hello", "so?", "12 12 12"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_gguf(tmp_path_factory.mktemp("capture") / "m.gguf", tiny_model("llama")))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_lines(
+        tmp_path / "data.jsonl",
+        [{"messages": [{"role": "user", "content": text}], "source": f"s{i % 2}"} for i, text in enumerate(QUESTIONS)],
+    )
+
+
+def write_lines(path: Path, entries: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    return path
+
+
+def capture(model: str, data: Path, out: Path, options: CaptureOptions = OPTIONS, **settings: Any) -> CaptureReader:
+    list(Capture(model, data, out, options, replace(CONFIG, **settings)).run())
+    return CaptureReader([out])
+
+
+def by_row(reader: CaptureReader) -> dict[int, Any]:
+    return {sample.row: sample for sample in (reader[i] for i in range(len(reader)))}
+
+
+def test_answers_are_those_that_the_engine_gives(model: str, data: Path, tmp_path: Path) -> None:
+    samples = by_row(capture(model, data, tmp_path / "out"))
+    assert sorted(samples) == list(range(len(QUESTIONS)))
+    engine = load_engine(model, CONFIG)
+    for row, text in enumerate(QUESTIONS):
+        prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        engine.add_request("r", prompt, SamplingParams(max_tokens=6, temperature=0.0))
+        while engine.has_unfinished:
+            outputs = engine.step()
+        answer = outputs[0].outputs[0].token_ids
+        assert samples[row].token_ids.tolist() == [*prompt, *answer]
+        assert samples[row].loss_mask.tolist() == [0] * len(prompt) + [1] * len(answer)
+        assert samples[row].source == f"s{row % 2}"
+
+
+def test_states_are_the_models_own(model: str, data: Path, tmp_path: Path) -> None:
+    """transformers gives the same last hidden states for the stored tokens."""
+    reference = tiny_model("llama")
+    for sample in by_row(capture(model, data, tmp_path / "out")).values():
+        ids = torch.from_numpy(sample.token_ids[:-1].astype(np.int64))[None]
+        with torch.no_grad():
+            wanted = reference.model(ids).last_hidden_state[0]
+        assert sample.hidden.dtype == torch.bfloat16
+        torch.testing.assert_close(sample.hidden[:-1].float(), wanted, rtol=1e-2, atol=1e-2)
+        assert not sample.hidden[-1].any()  # the last token of an answer is never computed
+
+
+def test_preempted_rows_have_the_same_states(model: str, data: Path, tmp_path: Path) -> None:
+    plenty = by_row(capture(model, data, tmp_path / "a"))
+    # Room for little more than the longest sequence.
+    scarce = by_row(capture(model, data, tmp_path / "b", kv_cache_memory=2 * 2 * 2 * 64 * 16 * 4 * 5, max_model_len=64))
+    for row, sample in plenty.items():
+        assert np.array_equal(scarce[row].token_ids, sample.token_ids)
+        assert torch.equal(scarce[row].hidden, sample.hidden)
+
+
+def test_aux_states(model: str, data: Path, tmp_path: Path) -> None:
+    plain = by_row(capture(model, data, tmp_path / "a"))
+    samples = by_row(capture(model, data, tmp_path / "b", replace(OPTIONS, aux_layers=(1, 2))))
+    reference = tiny_model("llama")
+    for row, sample in samples.items():
+        assert torch.equal(sample.hidden, plain[row].hidden)
+        ids = torch.from_numpy(sample.token_ids[:-1].astype(np.int64))[None]
+        with torch.no_grad():
+            states = reference.model(ids, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(sample.aux[:-1, :256].float(), states[1][0], rtol=1e-2, atol=1e-2)
+        assert sample.aux.shape[1] == 512
+
+
+def test_an_interrupted_capture_goes_on(model: str, data: Path, tmp_path: Path) -> None:
+    options = replace(OPTIONS, temperature=1.0, seed=7)
+    whole = by_row(capture(model, data, tmp_path / "whole", options))
+    first = Capture(model, data, tmp_path / "parts", options, CONFIG)
+    samples = first.run()
+    next(samples), next(samples)
+    samples.close()
+    assert not first.manifest.complete
+    assert first.manifest.num_samples == 2
+    second = Capture(model, data, tmp_path / "parts", options, CONFIG)
+    assert second.num_done == 2
+    assert len(list(second.run())) == len(QUESTIONS) - 2
+    assert second.manifest.complete
+    parts = by_row(CaptureReader([tmp_path / "parts"]))
+    assert {row: s.token_ids.tolist() for row, s in parts.items()} == {
+        row: s.token_ids.tolist() for row, s in whole.items()
+    }
+
+
+def test_another_capture_in_the_folder_is_refused(model: str, data: Path, tmp_path: Path) -> None:
+    capture(model, data, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"holds a capture with sampling=.*'max_tokens': 6.*'max_tokens': 5"):
+        Capture(model, data, tmp_path / "out", replace(OPTIONS, max_tokens=5), CONFIG)
+
+
+def test_given_answers_are_what_is_learnt(model: str, tmp_path: Path) -> None:
+    data = write_lines(
+        tmp_path / "data.jsonl",
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "hello?"},
+                    {"role": "assistant", "content": "hello!"},
+                    {"role": "user", "content": "more"},
+                    {"role": "assistant", "content": "1234"},
+                ]
+            },
+            {"text": "hello 123"},
+        ],
+    )
+    samples = by_row(capture(model, data, tmp_path / "out", replace(OPTIONS, keep_answers=True)))
+    tokenizer = resolve_model(model).load_tokenizer()
+    learnt = tokenizer.decode(samples[0].token_ids[samples[0].loss_mask == 1].tolist(), skip_special_tokens=False)
+    assert learnt == "hello!<|im_end|>\n1234<|im_end|>\n"
+    assert samples[1].loss_mask.tolist() == [0, *[1] * (len(samples[1].token_ids) - 1)]
+    assert samples[1].hidden[-1].any()  # given tokens are all computed
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"data\.jsonl:1: is not JSON"),
+        ("[]", r"must be a JSON object, not list"),
+        ('{"x": 1}', r"has none of messages, turns, text and prompt"),
+        ('{"turns": []}', r"turns=\[\]"),
+        ('{"messages": [{"role": "king", "content": "x"}]}', r"Unknown role king"),
+    ],
+)
+def test_wrong_lines_are_named(model: str, tmp_path: Path, line: str, message: str) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=message):
+        Capture(model, data, tmp_path / "out", OPTIONS, CONFIG)
+
+
+def test_no_capture_and_damaged_shards(model: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no capture"):
+        CaptureReader([tmp_path])
+    capture(model, data, tmp_path / "out")
+    shard = tmp_path / "out" / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match="is not a shard of a capture"):
+        CaptureReader([tmp_path / "out"])
+
+
+def test_captures_of_different_targets_do_not_mix(model: str, data: Path, tmp_path: Path) -> None:
+    capture(model, data, tmp_path / "a")
+    other = write_gguf(tmp_path / "n.gguf", tiny_model("llama", num_hidden_layers=3))
+    capture(str(other), data, tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"target=.* is not that of"):
+        CaptureReader([tmp_path / "a", tmp_path / "b"])
+    assert len(CaptureReader([tmp_path / "a", tmp_path / "a"])) == 2 * len(QUESTIONS)

@@ -1,0 +1,329 @@
+"""Whole training runs of tiny heads: they learn, they can be stopped and resumed, and several processes agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers import make_batch
+from pilotfish.attention import KVShape
+from pilotfish.attention.reference import ReferenceAttention
+from pilotfish.cli.app import run
+from pilotfish.errors import ConfigError
+from pilotfish.models import Model, ModelConfig, build_model, expected_tensors
+from pilotfish.models.base import AuxStates
+from pilotfish.models.checkpoint import Checkpoint, load_weights, resolve_model
+from pilotfish.models.heads import HeadConfig, target_stamp
+from pilotfish.ops.reference import TorchOps
+from pilotfish.training.data import split_validation
+from pilotfish.training.options import TrainOptions
+from pilotfish.training.state import LOG_FILE
+from pilotfish.training.store import CaptureReader, CaptureWriter, Manifest, Sample
+from pilotfish.training.train import Report, train
+from pilotfish.training.vocab import draft_vocabulary
+
+NUM_SAMPLES, PROMPT, ANSWER = 20, 5, 14
+AUX_LAYERS = (1, 2)
+FLOAT32 = TorchOps(torch.float32)
+
+
+def _attention(config: ModelConfig) -> ReferenceAttention:
+    shape = KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        num_q_heads=config.num_q_heads,
+        head_dim=config.head_dim,
+        page_size=32,
+        dtype=torch.float32,
+    )
+    return ReferenceAttention(shape, 1)
+
+
+def write_capture(folder: Path, checkpoint: Checkpoint) -> None:
+    """Greedy answers of the target to random prompts, with its true states."""
+    config = checkpoint.config
+    model = build_model(config, load_weights(checkpoint, expected_tensors(config)), FLOAT32)
+    manifest = Manifest(
+        target={"name": "tiny", "hidden_size": config.hidden_size, "num_layers": config.num_layers},
+        dtype="float32",
+        aux_layers=AUX_LAYERS,
+        sampling={"temperature": 0.0},
+        data={"file": "none"},
+    )
+    folder.mkdir()
+    writer = CaptureWriter(folder, manifest, shard_tokens=150)
+    for index in range(NUM_SAMPLES):
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(2, config.vocab_size, (PROMPT,), generator=generator).tolist()
+        for _ in range(ANSWER):
+            batch = make_batch([tokens], [[0]], 32)
+            aux = AuxStates(AUX_LAYERS)
+            hidden = model.forward(batch, _attention(config).plan(batch), aux)
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+        last = torch.zeros(1, config.hidden_size)
+        states = aux.states(FLOAT32)
+        writer.add(
+            Sample(
+                token_ids=np.array(tokens, np.int32),
+                loss_mask=np.array([0] * PROMPT + [1] * ANSWER, np.uint8),
+                hidden=torch.cat([hidden, last]).bfloat16(),
+                aux=torch.cat([states, states.new_zeros(1, states.shape[1])]).bfloat16(),
+                row=index,
+                source="random",
+            )
+        )
+    writer.close(complete=True)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_checkpoints: Mapping[str, Path]) -> Path:
+    return tiny_checkpoints["llama3"]
+
+
+@pytest.fixture(scope="module")
+def capture(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("training") / "capture"
+    write_capture(folder, resolve_model(str(target)))
+    return folder
+
+
+class _NoTokenizer:
+    special_token_ids = frozenset({0, 1})
+
+
+@pytest.fixture(autouse=True)
+def _tiny_checkpoints_have_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoint, "load_tokenizer", lambda self: _NoTokenizer())
+
+
+def _options(**changes: Any) -> TrainOptions:
+    values = {
+        "draft_vocab": 120, "epochs": 4, "batch_tokens": 80, "validation": 0.1, "dtype": "float32", "init": "random",
+        **changes,
+    }  # fmt: skip
+    return TrainOptions(**values)
+
+
+def _train(target: Path, capture: Path, out: Path, options: TrainOptions, **settings: Any) -> Any:
+    return train(resolve_model(str(target)), CaptureReader([capture]), options, out, **settings)
+
+
+def _log(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / LOG_FILE).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3"])
+def test_a_head_learns_20_samples_by_heart(kind: str, target: Path, capture: Path, tmp_path: Path) -> None:
+    options = _options(
+        kind=kind, epochs=400, validation=0.0, learning_rate=1e-2, batch_tokens=400, train_lm_head=kind == "eagle3"
+    )
+    result = _train(target, capture, tmp_path, options)
+    assert result.complete
+    steps = [entry["accuracy"] for entry in _log(tmp_path)[-2:]]
+    assert min(accuracy[0] for accuracy in steps) >= 0.95
+    config = HeadConfig.from_json(json.loads((tmp_path / "config.json").read_text()), "config.json")
+    assert config.kind == kind
+    assert config.draft_vocab_size == 120
+    assert config.aux_layers == (AUX_LAYERS if kind == "eagle3" else ())
+    assert config.training["steps"] == result.num_steps
+    assert config.training["num_supervised"] == NUM_SAMPLES * ANSWER
+
+
+def test_a_resumed_run_gives_the_weights_of_an_uninterrupted_one(target: Path, capture: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    _train(target, capture, whole, _options())
+
+    def interrupt(report: Report) -> None:
+        if report.step == 9:  # in the middle of the second epoch
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped = _train(target, capture, cut, _options(), report=interrupt)
+    assert not stopped.complete
+    assert stopped.step == 10  # the step after the signal is the one that sees it
+    resumed = _train(target, capture, cut, _options(), resume=True)
+    assert resumed.complete
+    for file in ("model.safetensors",):
+        ours, theirs = load_file(cut / file), load_file(whole / file)
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert torch.equal(ours[name], theirs[name]), name
+    losses = [[entry["loss"] for entry in _log(out) if "loss" in entry] for out in (whole, cut)]
+    assert losses[0] == losses[1]
+
+
+def test_a_run_is_resumed_with_its_own_options_only(target: Path, capture: Path, tmp_path: Path) -> None:
+    _train(target, capture, tmp_path, _options(max_steps=2))
+    with pytest.raises(ConfigError, match=r"learning_rate=0\.001, and learning_rate=0\.5"):
+        _train(target, capture, tmp_path, _options(max_steps=2, learning_rate=0.5), resume=True)
+    with pytest.raises(ConfigError, match="holds no training"):
+        _train(target, capture, tmp_path / "none", _options(), resume=True)
+
+
+def test_validation_is_of_held_out_samples_and_logged(target: Path, capture: Path, tmp_path: Path) -> None:
+    result = _train(target, capture, tmp_path, _options(epochs=2))
+    logged = [entry["validation"] for entry in _log(tmp_path) if "validation" in entry]
+    assert len(logged) == 2
+    counts = result.validation
+    # 2 of 20 samples; chains of 5 drafts, each a row shorter than the one before.
+    assert counts.rows == [2 * (ANSWER - k) for k in range(5)]
+    assert logged[-1]["accuracy"] == counts.accuracy
+    assert 1.0 <= counts.accepted_length <= 6.0
+    assert counts.joint[0] == counts.correct[0]
+    assert counts.joint == sorted(counts.joint, reverse=True)
+
+
+def test_a_capture_of_another_target_is_refused(target: Path, capture: Path, tmp_path: Path) -> None:
+    reader = CaptureReader([capture])
+    stamp = target_stamp(resolve_model(str(target)))
+    reader.manifests[0] = replace(reader.manifests[0], target={"name": "other", "vocab_size": stamp.vocab_size + 1})
+    with pytest.raises(ConfigError, match=f"vocab_size={stamp.vocab_size + 1}"):
+        train(resolve_model(str(target)), reader, _options(), tmp_path)
+
+
+def test_the_draft_vocabulary_is_what_the_target_writes_most(capture: Path) -> None:
+    reader = CaptureReader([capture])
+    counts = np.zeros(199, np.int64)
+    for i in range(len(reader)):
+        np.add.at(counts, reader.token_ids(i)[reader.loss_mask(i) == 1], 1)
+    ids = draft_vocabulary(reader, 30, 199, {0, 198, 5000})
+    assert ids is not None
+    chosen = ids.tolist()
+    assert chosen == sorted(set(chosen))
+    assert {0, 198} <= set(chosen)
+    left_out = max(counts[i] for i in range(199) if i not in chosen)
+    assert min(counts[i] for i in chosen if i not in (0, 198)) >= left_out
+    assert draft_vocabulary(reader, 0, 199, ()) is None
+    filled = draft_vocabulary(reader, 198, 199, ())
+    assert filled is not None and set(np.flatnonzero(counts)) <= set(filled.tolist())
+    with pytest.raises(ConfigError, match="draft_vocab=200"):
+        draft_vocabulary(reader, 200, 199, ())
+    with pytest.raises(ConfigError, match="no room"):
+        draft_vocabulary(reader, 2, 199, {1, 2, 3})
+
+
+@pytest.mark.parametrize("kind", ["llama3", "llama3-untied", "qwen2", "qwen3"])
+def test_a_draft_llm_learns_and_is_saved_as_an_ordinary_model(
+    kind: str, tiny_checkpoints: Mapping[str, Path], tmp_path: Path
+) -> None:
+    target = tiny_checkpoints[kind]
+    write_capture(tmp_path / "capture", resolve_model(str(target)))
+    options = _options(kind="draft", layers=2, draft_vocab=None, epochs=30, learning_rate=3e-3)
+    out = tmp_path / "out"
+    result = _train(target, tmp_path / "capture", out, options)
+    log = [entry for entry in _log(out) if "loss" in entry]
+    assert log[-1]["divergence"][0] < 0.5 * log[0]["divergence"][0]
+    assert len(log[0]["accuracy"]) == 1
+    assert result.validation.rows == [2 * (ANSWER - k) for k in range(5)]
+    checkpoint = resolve_model(str(out))
+    assert checkpoint.config == replace(resolve_model(str(target)).config, num_layers=2)
+    # Chains are counted without running any: a draft LLM reads its own drafts as it reads the text.
+    model = build_model(checkpoint.config, load_weights(checkpoint, expected_tensors(checkpoint.config)), FLOAT32)
+    ours = json.loads((out / "training.json").read_text())["validation"]["accuracy"]
+    assert ours == result.validation.accuracy
+    reader = CaptureReader([tmp_path / "capture"])
+    correct = [0] * 5
+    _, held_out = split_validation(NUM_SAMPLES, 0.1, 0)
+    for index in held_out:
+        hits = _hits(model, reader, int(index))
+        for k in range(5):
+            correct[k] += sum(hits[k:])
+    # The file is bfloat16, the run was float32: a near tie may differ.
+    assert all(abs(a - b) <= 2 for a, b in zip(correct, result.validation.correct, strict=True))
+
+
+def _hits(model: Model, reader: CaptureReader, index: int) -> list[bool]:
+    """At which answer tokens the model's most likely one is the captured one."""
+    tokens = reader.token_ids(index).tolist()
+    batch = make_batch([tokens[:-1]], [[0]], 32)
+    hidden = model.forward(batch, _attention(model.config).plan(batch))
+    likely = model.logits(hidden[PROMPT - 1 :]).argmax(-1).tolist()
+    return [a == b for a, b in zip(likely, tokens[PROMPT:], strict=True)]
+
+
+def test_layers_are_for_draft_llms() -> None:
+    with pytest.raises(ConfigError, match="layers=None"):
+        TrainOptions(kind="draft")
+    with pytest.raises(ConfigError, match="layers=2"):
+        TrainOptions(kind="mtp", layers=2)
+
+
+_WORKER = """
+import sys, torch
+torch.set_num_threads(1)
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from pilotfish.models.checkpoint import Checkpoint, resolve_model
+from pilotfish.training.distributed import World
+from pilotfish.training.data import split_validation
+from pilotfish.training.options import TrainOptions
+from pilotfish.training.store import CaptureReader
+from pilotfish.training import train as loop
+class NoTokenizer:
+    special_token_ids = frozenset({{0, 1}})
+Checkpoint.load_tokenizer = lambda self: NoTokenizer()
+options = TrainOptions(draft_vocab=120, epochs=2, batch_tokens=80, validation=0.1, dtype="float32", init="random")
+save = loop._Run.save
+def compare_and_save(self):
+    assert self.world.size == 2
+    mine = torch.cat([p.detach().flatten() for p in self.parameters])
+    everyones = [torch.empty_like(mine), torch.empty_like(mine)]
+    torch.distributed.all_gather(everyones, mine)
+    assert torch.equal(*everyones)
+    save(self)
+loop._Run.save = compare_and_save
+with World.join() as world:
+    reader = CaptureReader([Path({capture!r})])
+    result = loop.train(resolve_model({target!r}), reader, options, Path({out!r}), world=world)
+assert result.complete
+"""
+
+
+def test_two_processes_share_the_batches_and_end_with_the_same_head(
+    target: Path, capture: Path, tmp_path: Path
+) -> None:
+    tests = str(Path(__file__).parents[1])
+    script = tmp_path / "worker.py"
+    out = tmp_path / "out"
+    script.write_text(_WORKER.format(tests=tests, out=str(out), target=str(target), capture=str(capture)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    entries = [entry for entry in _log(out) if "loss" in entry]
+    # One process writes the log; each step is a batch of 4 samples on each of two processes.
+    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1))
+    assert all(entry["tokens"] > 80 for entry in entries)
+    alone = tmp_path / "alone"
+    _train(target, capture, alone, _options(epochs=2))
+    per_epoch = len([e for e in _log(alone) if "loss" in e]) // 2
+    assert len(entries) == 2 * (per_epoch // 2)
+
+
+def test_the_command_trains_and_draws(
+    target: Path, capture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "head", tmp_path / "curves.png"
+    command = ["train", str(target), "--data", str(capture), "--out", str(out), "--max-steps", "3"]
+    small = ["--draft-vocab", "100", "--batch-tokens", "80", "--dtype", "float32", "--validation", "0.1"]
+    assert run([*command, *small, "--plot", str(plot)]) == 0
+    assert "step 3/3: held out: top-1" in capsys.readouterr().err
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    config = HeadConfig.from_json(json.loads((out / "config.json").read_text()), "config.json")
+    assert config.draft_vocab_size == 100
+    assert load_file(out / "model.safetensors")["token_ids"].shape == (100,)
+    assert run([*command, "--kind", "medusa"]) == 2
+    assert "kind='medusa'" in capsys.readouterr().err
+    assert run([*command, "--draft-vocab", "500"]) == 2
+    assert "draft_vocab=500: must be from 0" in capsys.readouterr().err
