@@ -13,7 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from pilotfish.config import DraftModel, Eagle, EngineConfig, Mtp, Ngram
+from pilotfish.config import Auto, DraftModel, Eagle, EngineConfig, Mtp, Ngram
 from pilotfish.errors import (
     BackendError,
     CheckpointError,
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Auto",
     "BackendError",
     "CheckpointError",
     "CompletionOutput",

@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, get_args
 from pilotfish.errors import ConfigError
 
 __all__ = [
+    "Auto",
     "BackendName",
     "DTypeName",
     "DraftModel",
@@ -146,8 +147,15 @@ class Eagle(HeadSpeculation):
     scheme: ClassVar[str] = "eagle"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto(Speculation):
+    """The model's own head if one ships with the package or lies in the model's folder, else :class:`Ngram`."""
+
+    scheme: ClassVar[str] = "auto"
+
+
 SpeculationChoice = Speculation | Literal["auto"] | None
-"""What a user may ask for: a scheme, plain decoding (None), or ``auto``."""
+"""What a user may ask for: a scheme's settings, plain decoding (None), or ``auto``, short for ``Auto()``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +178,8 @@ class EngineConfig:
         logprobs_mode: what ``SamplingParams.logprobs`` reports, named as in vLLM: before (``raw``) or after
             (``processed``) penalties, bias, temperature and truncation; log-probabilities or logits.
         speculation: the scheme that proposes drafts, e.g. ``Mtp()``, ``Ngram()`` or ``DraftModel(layers=8)``. None:
-            plain decoding. ``auto``: the model's own head if one ships or lies in its folder, else ``Ngram()``.
+            plain decoding. ``auto``, which is ``Auto()``: the model's own head if one ships or lies in its folder, else
+            ``Ngram()``.
         seed: of the generator that draws a seed for requests that have none. None: from the system.
     """
 
@@ -200,6 +209,8 @@ class EngineConfig:
         _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _check_at_least("page_size", self.page_size, 1)
         _check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        if self.speculation == "auto":
+            object.__setattr__(self, "speculation", Auto())
         _check_speculation(self.speculation)
         _check_at_least("seed", self.seed, -(2**63))
         _check_fraction("kv_cache_fraction", self.kv_cache_fraction)
@@ -210,9 +221,15 @@ class EngineConfig:
                 "a step must have room for one token of every running request. Raise the first or lower the second."
             )
 
+    @property
+    def scheme_settings(self) -> Speculation | None:
+        """Settings of the scheme at work; None is plain decoding, and also ``auto`` where no model has decided it."""
+        chosen = isinstance(self.speculation, Speculation) and not isinstance(self.speculation, Auto)
+        return self.speculation if chosen else None  # type: ignore[return-value]  # mypy loses what chosen says
+
 
 def _check_speculation(value: object) -> None:
-    if value is None or value == "auto" or (isinstance(value, Speculation) and value.scheme):
+    if value is None or (isinstance(value, Speculation) and value.scheme):
         return
     raise ConfigError(f"speculation={value!r}: must be a scheme's settings such as Ngram(), None or 'auto'")
 

@@ -13,7 +13,7 @@ from fake_llm import Letters, make_llm
 from pilotfish.cli.app import run
 from pilotfish.cli.paint import Painter, wants_colour
 from pilotfish.cli.speculation import SpeculationOptions, bench_schemes
-from pilotfish.config import DraftModel, Eagle, Mtp, Ngram, Speculation, SpeculationChoice
+from pilotfish.config import Auto, DraftModel, Eagle, Mtp, Ngram, Speculation
 from pilotfish.errors import ConfigError
 from pilotfish.llm import LLM
 from pilotfish.speculation.ngram import NgramProposer
@@ -57,8 +57,9 @@ def plain_text(**params: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "settings"),
     [
-        ({}, "auto"),
-        ({"scheme": "auto"}, "auto"),
+        ({}, Auto()),
+        ({"scheme": "auto"}, Auto()),
+        ({"num_drafts": 3, "verify": "rejection"}, Auto(num_drafts=3, verify="rejection")),
         ({"scheme": "none"}, None),
         ({"scheme": "ngram"}, Ngram()),
         (
@@ -83,7 +84,7 @@ def plain_text(**params: Any) -> str:
         ),
     ],
 )
-def test_options_become_settings(options: dict[str, Any], settings: SpeculationChoice) -> None:
+def test_options_become_settings(options: dict[str, Any], settings: Speculation | None) -> None:
     assert SpeculationOptions(**options).settings() == settings
 
 
@@ -97,8 +98,8 @@ def test_options_become_settings(options: dict[str, Any], settings: SpeculationC
         (["--scheme", "none", "--draft", "layers:2"], "it needs --scheme draft"),
         (["--draft", "layers:two"], "layers:N with a number"),
         (["--draft", "layers:0"], "layers=0"),
-        (["--num-drafts", "3"], "has no use with --scheme auto; it needs --scheme draft or --scheme ngram"),
-        (["--scheme", "none", "--num-drafts", "3"], "it needs --scheme draft or --scheme ngram"),
+        (["--max-ngram", "3"], "has no use with --scheme auto; it needs --scheme ngram"),
+        (["--scheme", "none", "--num-drafts", "3"], "it needs --scheme auto or --scheme draft or --scheme ngram"),
         (["--scheme", "ngram", "--head", "x"], "it needs --scheme mtp or --scheme eagle"),
         (["--scheme", "auto", "--head", "x"], "it needs --scheme mtp or --scheme eagle"),
         (["--draft", "layers:2", "--head", "x"], "it needs --scheme mtp or --scheme eagle"),

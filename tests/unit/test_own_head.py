@@ -18,7 +18,7 @@ from helpers import TINY_VOCAB_SIZE
 from helpers_heads import head_config, random_weights, write_head
 from pilotfish.cli.info import model_info
 from pilotfish.cli.options import ModelOptions
-from pilotfish.config import Eagle, EngineConfig, Mtp, Ngram
+from pilotfish.config import Auto, Eagle, EngineConfig, Mtp, Ngram
 from pilotfish.engine import Engine, load_engine
 from pilotfish.errors import CheckpointError, ConfigError
 from pilotfish.models.checkpoint import Checkpoint, resolve_model
@@ -78,6 +78,17 @@ def test_auto_takes_the_head_in_the_models_folder(
     while engine.has_unfinished:
         engine.step()
     assert engine.stats.speculation.num_drafted > 0
+
+
+def test_what_all_schemes_have_is_passed_on(target: Path) -> None:
+    auto = Auto(num_drafts=2, verify="rejection", decode_only_batches=True)
+    assert load(target, speculation=auto).config.speculation == Ngram(
+        num_drafts=2, verify="rejection", decode_only_batches=True
+    )
+    folder = add_head(target / "head", target)
+    assert load(target, speculation=auto).config.speculation == Mtp(
+        head=folder, num_drafts=2, verify="rejection", decode_only_batches=True
+    )
 
 
 def test_none_is_plain_decoding_whatever_is_in_the_folder(target: Path) -> None:

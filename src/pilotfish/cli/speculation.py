@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
-from pilotfish.config import DraftModel, Eagle, HeadSpeculation, Mtp, Ngram, Speculation, SpeculationChoice
+from pilotfish.config import Auto, DraftModel, Eagle, HeadSpeculation, Mtp, Ngram, Speculation
 from pilotfish.errors import ConfigError
 
 __all__ = ["BENCH_SCHEMES", "SCHEMES", "SpeculationOptions", "bench_schemes", "given_options", "speculation_settings"]
@@ -22,15 +22,14 @@ SCHEMES = ("auto", *BENCH_SCHEMES)
 _PANEL = "Speculation"
 _SHARED = ("num_drafts", "verify", "threshold")
 _OWN = {
+    "auto": (),
     "draft": ("draft",),
     "ngram": ("max_ngram", "min_ngram"),
     "mtp": ("head", "allow_mismatch"),
     "eagle": ("head", "allow_mismatch"),
 }
-_WITHOUT_OPTIONS = ("auto", "none")
 _HEADS: Mapping[str, type[HeadSpeculation]] = {"mtp": Mtp, "eagle": Eagle}
 _DEFAULTS = Ngram()
-_AUTO: Literal["auto"] = "auto"
 
 Option = typer.Option
 
@@ -116,8 +115,8 @@ class SpeculationOptions:
     max_ngram: MaxNgramOption = None
     min_ngram: MinNgramOption = None
 
-    def settings(self) -> SpeculationChoice:
-        """The scheme's settings; None is plain decoding, ``auto`` is for the engine to decide.
+    def settings(self) -> Speculation | None:
+        """The scheme's settings; None is plain decoding.
 
         Raises:
             ConfigError: an unknown scheme, a wrong value, or an option that does not belong to the scheme.
@@ -126,9 +125,6 @@ class SpeculationOptions:
         scheme = implied if self.scheme is None else self.scheme
         given = given_options(self, [field.name for field in fields(self) if field.name != "scheme"])
         _check_scheme(scheme, SCHEMES)
-        if scheme == "auto":
-            _check_options(scheme, given)
-            return _AUTO
         return speculation_settings(scheme, given)
 
 
@@ -139,15 +135,16 @@ def given_options(options: object, names: Iterable[str]) -> dict[str, Any]:
 
 
 def speculation_settings(scheme: str, options: Mapping[str, Any]) -> Speculation | None:
-    """Settings of one scheme but ``auto`` from options by name; those that are None were not given.
+    """Settings of one scheme from options by name; those that are None were not given.
 
     Raises:
         ConfigError: as :meth:`SpeculationOptions.settings`.
     """
-    _check_scheme(scheme, BENCH_SCHEMES)
     given = _check_options(scheme, options)
     if scheme == "none":
         return None
+    if scheme == "auto":
+        return Auto(**given)
     if scheme == "ngram":
         return Ngram(**given)
     if scheme in _HEADS:
@@ -174,7 +171,7 @@ def _check_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_of(scheme: str) -> Sequence[str]:
-    return () if scheme in _WITHOUT_OPTIONS else (*_SHARED, *_OWN[scheme])
+    return () if scheme == "none" else (*_SHARED, *_OWN[scheme])
 
 
 def bench_schemes(names: str, options: Mapping[str, Any]) -> dict[str, Speculation | None]:

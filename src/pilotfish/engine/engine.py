@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
-from pilotfish.config import EngineConfig, Speculation
+from pilotfish.config import EngineConfig
 from pilotfish.engine.request import Completion, Request
 from pilotfish.engine.scheduler import Row, ScheduledRow, Scheduler
 from pilotfish.errors import RequestError
@@ -83,8 +83,7 @@ class Engine:
     ) -> None:
         assert config.max_model_len is not None
         self.config = config
-        # load_engine has decided what "auto" is; an engine that is built by hand and was told nothing does not draft.
-        self._settings = config.speculation if isinstance(config.speculation, Speculation) else None
+        self._settings = config.scheme_settings
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.runner = runner

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from pilotfish.attention import KVShape
-from pilotfish.config import BackendName, EngineConfig, Speculation
+from pilotfish.config import BackendName, EngineConfig
 from pilotfish.engine.config import Machine, resolve
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.runners import RunnerFactory
@@ -69,7 +69,7 @@ def _build_engine(
     ops = _make_ops(config, checkpoint.dtype)
     target = _load_model(checkpoint, ops, config.max_model_len, progress)
     tokenizer = checkpoint.load_tokenizer()
-    settings = config.speculation if isinstance(config.speculation, Speculation) else None
+    settings = config.scheme_settings
     if scheme is None:
         context = _speculation_context(checkpoint, target, tokenizer, ops, config, use_cache, progress)
         settings, scheme = load_scheme(config.speculation, context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
-from pilotfish.config import Ngram, Speculation, SpeculationChoice
+from pilotfish.config import Auto, Ngram, Speculation, SpeculationChoice
 from pilotfish.speculation.base import (
     CommittedRow,
     DraftRow,
@@ -16,7 +16,7 @@ from pilotfish.speculation.base import (
     Scheme,
     SpeculationContext,
 )
-from pilotfish.speculation.find import find_head, load_own_head
+from pilotfish.speculation.find import find_head, load_own_head, shared_settings
 from pilotfish.speculation.verify import Candidate, Outcome, verify
 
 __all__ = [
@@ -51,13 +51,15 @@ def load_scheme(
     """
     if choice is None:
         return None, Scheme(model=None, start=lambda _: NoProposer())
-    if isinstance(choice, Speculation):
-        module = import_module(f"{__name__}.{choice.scheme}")
-        scheme: Scheme | HeadScheme = module.load(choice, context)
-        return choice, scheme
-    own = load_own_head(context)
-    if own is None:
+    if choice == "auto":
+        choice = Auto()
+    if isinstance(choice, Auto):
+        own = load_own_head(choice, context)
+        if own is not None:
+            logger.info("speculation=%s: the model's own head, %s", own[0].scheme, own[0].head)
+            return own
         logger.info("speculation=ngram: the model has no draft head of its own")
-        return load_scheme(Ngram(), context)
-    logger.info("speculation=%s: the model's own head, %s", own[0].scheme, own[0].head)
-    return own
+        choice = Ngram(**shared_settings(choice))
+    module = import_module(f"{__name__}.{choice.scheme}")
+    scheme: Scheme | HeadScheme = module.load(choice, context)
+    return choice, scheme

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from pilotfish.config import Eagle, HeadSpeculation, Mtp
+from pilotfish.config import Auto, Eagle, HeadSpeculation, Mtp, Speculation
 from pilotfish.errors import CheckpointError, ConfigError
 from pilotfish.models.checkpoint import BUILT_IN_MODELS, Checkpoint
 from pilotfish.models.heads import DraftHead
@@ -14,7 +16,7 @@ from pilotfish.runner import HeadRunner
 from pilotfish.speculation.base import HeadScheme, Proposer, SpeculationContext
 from pilotfish.speculation.heads import HeadProposer
 
-__all__ = ["SHIPPED_HEADS", "find_head", "head_scheme", "load_own_head", "own_head_scheme"]
+__all__ = ["SHIPPED_HEADS", "find_head", "head_scheme", "load_own_head", "own_head_scheme", "shared_settings"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,13 @@ def find_head(checkpoint: Checkpoint, shipped: Path = SHIPPED_HEADS) -> Path | N
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def load_own_head(context: SpeculationContext) -> tuple[HeadSpeculation, HeadScheme] | None:
-    """What ``speculation="auto"`` takes where the model has a head that fits it; None where not."""
+def shared_settings(settings: Speculation) -> dict[str, Any]:
+    """The settings that all schemes have."""
+    return {field.name: getattr(settings, field.name) for field in fields(Speculation)}
+
+
+def load_own_head(auto: Auto, context: SpeculationContext) -> tuple[HeadSpeculation, HeadScheme] | None:
+    """What ``auto`` takes where the model has a head that fits it; None where not."""
     folder = context.find_head()
     if folder is None:
         return None
@@ -43,7 +50,8 @@ def load_own_head(context: SpeculationContext) -> tuple[HeadSpeculation, HeadSch
     except CheckpointError as error:
         logger.warning("The head in %s is left out: %s", folder, error)
         return None
-    settings: HeadSpeculation = Mtp(head=folder) if head.config.kind == "mtp" else Eagle(head=folder)
+    kind = Mtp if head.config.kind == "mtp" else Eagle
+    settings: HeadSpeculation = kind(head=folder, **shared_settings(auto))
     return settings, head_scheme(head, settings, context)
 
 
