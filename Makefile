@@ -53,8 +53,8 @@ $(VENV)/.installed: $(VENV)/.tools pyproject.toml $(CONSTRAINTS) $(NATIVE)
 	@touch $@
 	@echo "setup: done; the command is $(BIN)/pilotfish"
 
-demo: setup ## stream an answer of smollm2-135m and print its speed (PROMPT="..." asks something else)
-	@$(BIN)/pilotfish generate --model smollm2-135m "$(PROMPT)"
+demo: setup ## stream an answer of smollm2-135m, with and without its draft head (PROMPT="..." asks something else)
+	@$(BIN)/pilotfish generate --model smollm2-135m --compare "$(PROMPT)"
 
 test: setup ## all tests (PYTEST_ARGS="-k name")
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -39,6 +39,9 @@ VerifyRule = Literal["coupled", "rejection", "threshold"]
 MAX_NUM_DRAFTS = 64
 """Most drafts that a step may propose for one sequence."""
 
+MAX_NGRAM = 32
+"""Longest run of tokens that may be looked up: the index of a sequence grows with the square of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
@@ -62,12 +65,10 @@ class Speculation:
     decode_only_batches: bool = False
 
     def __post_init__(self) -> None:
-        _check_at_least("num_drafts", self.num_drafts, 1)
-        if self.num_drafts > MAX_NUM_DRAFTS:
-            raise ConfigError(f"num_drafts={self.num_drafts}: must be at most {MAX_NUM_DRAFTS}")
+        _check_integer("num_drafts", self.num_drafts, 1, MAX_NUM_DRAFTS)
         _check_choice("verify", self.verify, VerifyRule)
-        if not 0.0 < self.threshold <= 1.0:
-            raise ConfigError(f"threshold={self.threshold}: must be above 0 and at most 1")
+        _check_fraction("threshold", self.threshold)
+        _check_bool("decode_only_batches", self.decode_only_batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,10 @@ class DraftModel(Speculation):
                 f"model={self.model!r} and layers={self.layers!r}: a draft is either another model or the target's "
                 "first layers. Set exactly one of them."
             )
-        _check_at_least("layers", self.layers, 1)
+        if self.model is not None:
+            _check_name("model", self.model, "a folder, a .gguf file, a built-in name or a Hugging Face id")
+        if self.layers is not None:
+            _check_integer("layers", self.layers, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +103,7 @@ class Ngram(Speculation):
     """Prompt lookup: what followed the last tokens when they occurred before, in prompt or output.
 
     Attributes:
-        max_ngram: longest run of last tokens that is looked up; the longest that is found counts.
+        max_ngram: longest run of last tokens that is looked up, at most 32; the longest that is found counts.
         min_ngram: shortest one.
     """
 
@@ -110,8 +114,13 @@ class Ngram(Speculation):
 
     def __post_init__(self) -> None:
         Speculation.__post_init__(self)
-        _check_at_least("min_ngram", self.min_ngram, 1)
-        _check_at_least("max_ngram", self.max_ngram, self.min_ngram)
+        _check_integer("min_ngram", self.min_ngram, 1, MAX_NGRAM)
+        _check_integer("max_ngram", self.max_ngram, 1, MAX_NGRAM)
+        if self.min_ngram > self.max_ngram:
+            raise ConfigError(
+                f"min_ngram={self.min_ngram}: must be at most max_ngram={self.max_ngram}; raise max_ngram or lower "
+                "min_ngram"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +139,8 @@ class HeadSpeculation(Speculation):
 
     def __post_init__(self) -> None:
         Speculation.__post_init__(self)
+        if self.head is not None:
+            _check_name("head", self.head, "a folder or a Hugging Face id, or None for the model's own head")
         _check_bool("allow_mismatch", self.allow_mismatch)
 
 
@@ -203,16 +214,14 @@ class EngineConfig:
         _check_choice("backend", self.backend, BackendName)
         _check_choice("isa", self.isa, IsaName)
         _check_choice("logprobs_mode", self.logprobs_mode, LogprobsMode)
-        _check_at_least("threads", self.threads, 1)
-        _check_at_least("max_model_len", self.max_model_len, 2)
-        _check_at_least("max_num_seqs", self.max_num_seqs, 1)
-        _check_at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        _check_at_least("page_size", self.page_size, 1)
-        _check_at_least("kv_cache_memory", self.kv_cache_memory, 1)
+        for name, low in (("threads", 1), ("max_model_len", 2), ("kv_cache_memory", 1), ("seed", -(2**63))):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), low)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            _check_integer(name, getattr(self, name), 1)
         if self.speculation == "auto":
             object.__setattr__(self, "speculation", Auto())
         _check_speculation(self.speculation)
-        _check_at_least("seed", self.seed, -(2**63))
         _check_fraction("kv_cache_fraction", self.kv_cache_fraction)
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -240,16 +249,21 @@ def _check_choice(name: str, value: object, literal: object) -> None:
         raise ConfigError(f"{name}={value!r}: must be one of {', '.join(map(str, allowed))}")
 
 
-def _check_at_least(name: str, value: object, low: int) -> None:
-    if value is None:
+def _check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value and (high is None or value <= high):
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(f"{name}={value!r}: must be an integer of at least {low}")
+    allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+    raise ConfigError(f"{name}={value!r}: must be an integer {allowed}")
 
 
 def _check_fraction(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 < value <= 1.0:
         raise ConfigError(f"{name}={value!r}: must be a number above 0 and at most 1")
+
+
+def _check_name(name: str, value: object, what: str) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}={value!r}: must be a string that is not empty: {what}")
 
 
 def _check_bool(name: str, value: object) -> None:

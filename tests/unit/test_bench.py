@@ -103,6 +103,17 @@ def test_the_packages_own_questions() -> None:
         (b"\xff", "data.jsonl:2: is not JSON"),
         (b"[]", "data.jsonl:2: must be a JSON object"),
         (b'{"category": "c", "turns": ["t"]}', "data.jsonl:2: question_id=None"),
+        (
+            b'{"question_id": 1.5, "category": "c", "turns": ["t"]}',
+            "data.jsonl:2: question_id=1.5: must be a string or an integer",
+        ),
+        (b'{"question_id": true, "category": "c", "turns": ["t"]}', "data.jsonl:2: question_id=True"),
+        (
+            b'{"question_id": 1, "category": "c", "turns": ["t", "a\\ud800"]}',
+            "data.jsonl:2: turns is not valid Unicode",
+        ),
+        (b'{"question_id": 1, "category": "\\udfff", "turns": ["t"]}', "data.jsonl:2: category is not valid Unicode"),
+        (b'{"question_id": "\\ud800", "category": "c", "turns": ["t"]}', "data.jsonl:2: question_id is not valid"),
         (b'{"question_id": 1, "turns": ["t"]}', "data.jsonl:2: category=None"),
         (b'{"question_id": 1, "category": "c", "turns": []}', "data.jsonl:2: turns"),
         (b'{"question_id": 1, "category": "c", "turns": [""]}', "data.jsonl:2: turns"),
@@ -291,13 +302,31 @@ def test_ctrl_c_reports_what_is_there_and_resume_goes_on(
     assert "was measured with schemes=" in capsys.readouterr().err
 
 
+def test_lossy_verification_is_named_wherever_figures_are(
+    engines: dict[str, Engine], data: Path, tmp_path: Path, capsys: Output
+) -> None:
+    out = tmp_path / "out.json"
+    lossy = ("--scheme", "none,ngram", "--verify", "threshold", "--threshold", "0.01")
+    assert bench(data, *lossy, "--json", str(out)) == 0
+    assert "ngram (LOSSY)" in capsys.readouterr().out
+    content = json.loads(out.read_text())
+    exact = {summary["scheme"]: summary["exact"] for summary in content["summary"]}
+    assert exact == {"none": True, "ngram": False}
+    assert all(
+        request["exact"] == (run["scheme"] == "none")
+        for group in content["groups"]
+        for run in group["runs"]
+        for request in run["requests"]
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--scheme", "none,medusa"], "scheme='medusa'"),
         (["--scheme", "none,none"], "lists none twice"),
         (["--scheme", "ngram,draft"], "needs --draft"),
-        (["--draft", "layers:2"], "draft='layers:2': has no use with --scheme none,ngram"),
+        (["--scheme", "none", "--max-ngram", "3"], "max_ngram=3: has no use with --scheme none"),
         (["--batch", "0"], "batch='0'"),
         (["--batch", "1,1"], "batch='1,1'"),
         (["--batch", "one"], "batch='one'"),

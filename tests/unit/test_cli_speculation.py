@@ -252,7 +252,7 @@ def test_chat_speculates_too(loaded: list[Any], capsys: Output, monkeypatch: pyt
     captured = capsys.readouterr()
     assert loaded == [Ngram()]
     assert captured.out == "d" * 12 + "\n"
-    assert "tokens a step" in " ".join(captured.err.split())
+    assert any("tokens a step" in line and "of drafts accepted" in line for line in captured.err.splitlines())
 
 
 def test_each_scheme_of_a_benchmark_takes_its_own_options() -> None:
@@ -263,5 +263,8 @@ def test_each_scheme_of_a_benchmark_takes_its_own_options() -> None:
         "draft": DraftModel(num_drafts=2, layers=3),
         "mtp": Mtp(num_drafts=2, head="some/head"),
     }
+    assert [*bench_schemes("none,ngram", {"draft": "layers:3"})] == ["none", "ngram", "draft"]
+    assert [*bench_schemes("none", {"head": "some/head"})] == ["none", "mtp"]
+    assert [*bench_schemes("none,eagle", {"head": "some/head"})] == ["none", "eagle"]
     with pytest.raises(ConfigError, match="scheme='auto': must be one of none, draft, ngram, mtp, eagle"):
         bench_schemes("none,auto", {})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from pilotfish.attention import KVShape
-from pilotfish.config import EngineConfig
+from pilotfish.config import DraftModel, Eagle, EngineConfig, Mtp, Ngram, Speculation
 from pilotfish.engine.config import Machine, resolve
 from pilotfish.engine.load import load_engine
 from pilotfish.errors import ConfigError
@@ -58,12 +59,60 @@ def test_settings_beyond_model_or_machine_are_refused(settings: dict[str, Any], 
         ({"kv_cache_fraction": "x"}, "kv_cache_fraction='x'"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no'"),
         ({"seed": 1.5}, "seed=1.5"),
+        ({"max_num_seqs": None}, "max_num_seqs=None: must be an integer of at least 1"),
+        ({"max_num_batched_tokens": None}, "max_num_batched_tokens=None: must be an integer of at least 1"),
+        ({"page_size": None}, "page_size=None: must be an integer of at least 1"),
         ({"max_num_seqs": 600}, "max_num_batched_tokens=512 is below max_num_seqs=600"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_where_they_are_written(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
+
+
+_DRAFTS = "num_drafts={}: must be an integer from 1 to 64"
+_THRESHOLD = "threshold={}: must be a number above 0 and at most 1"
+_DECODE_ONLY = "decode_only_batches={}: must be true or false"
+_MAX_NGRAM = "max_ngram={}: must be an integer from 1 to 32"
+_MIN_NGRAM = "min_ngram={}: must be an integer from 1 to 32"
+_MODEL = "model={}: must be a string that is not empty: a folder, a .gguf file, a built-in name or a Hugging Face id"
+_HEAD = "head={}: must be a string that is not empty: a folder or a Hugging Face id"
+_LAYERS = "layers={}: must be an integer of at least 1"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "settings", "message"),
+    [
+        *[(Ngram, {"num_drafts": value}, _DRAFTS) for value in (None, True, "4", 2.0, 0, 65)],
+        *[(Ngram, {"threshold": value}, _THRESHOLD) for value in ("x", None, True, 0.0, 1.5, float("nan"))],
+        *[(Ngram, {"decode_only_batches": value}, _DECODE_ONLY) for value in ("no", None, 1)],
+        *[(Ngram, {"max_ngram": value}, _MAX_NGRAM) for value in (None, False, 0, 33, 512)],
+        *[(Ngram, {"min_ngram": value}, _MIN_NGRAM) for value in (None, "2", 0, 33)],
+        *[(DraftModel, {"model": value}, _MODEL) for value in (5, "", Path("draft"), True)],
+        *[(DraftModel, {"layers": value}, _LAYERS) for value in ("2", 0, True)],
+        *[(scheme, {"head": value}, _HEAD) for scheme in (Mtp, Eagle) for value in (5, "", Path("head"))],
+        (Mtp, {"allow_mismatch": None}, "allow_mismatch={}: must be true or false"),
+    ],
+)
+def test_a_schemes_setting_is_refused_with_its_name_its_value_and_what_is_allowed(
+    scheme: type[Speculation], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        scheme(**settings)
+    (value,) = settings.values()
+    assert str(caught.value).startswith(message.format(repr(value)))
+
+
+def test_the_bounds_of_a_schemes_settings_are_allowed() -> None:
+    for n in (1, 32):
+        assert Ngram(min_ngram=n, max_ngram=n).max_ngram == n
+    assert [Ngram(num_drafts=n, threshold=1).num_drafts for n in (1, 64)] == [1, 64]
+
+
+def test_a_shortest_run_above_the_longest_is_named_as_what_is_wrong() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Ngram(min_ngram=5)
+    assert str(caught.value) == "min_ngram=5: must be at most max_ngram=4; raise max_ngram or lower min_ngram"
 
 
 def test_more_threads_than_cpus_are_refused() -> None:

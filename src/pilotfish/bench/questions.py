@@ -16,7 +16,7 @@ __all__ = ["Question", "load_questions", "take"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question: ``question_id`` is any string or number, ``turns`` what the user says, turn by turn."""
+    """One question: ``question_id`` is any string or integer, ``turns`` what the user says, turn by turn."""
 
     question_id: str | int
     category: str
@@ -71,9 +71,19 @@ def _question(line: bytes, place: str) -> Question:
         raise ConfigError(f"{place}: must be a JSON object with question_id, category and turns")
     question_id, category, turns = item.get("question_id"), item.get("category"), item.get("turns")
     if isinstance(question_id, bool) or not isinstance(question_id, (str, int)):
-        raise ConfigError(f"{place}: question_id={question_id!r}: must be a string or a number")
+        raise ConfigError(f"{place}: question_id={question_id!r}: must be a string or an integer")
     if not isinstance(category, str) or not category:
         raise ConfigError(f"{place}: category={category!r}: must be a string that is not empty")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ConfigError(f"{place}: turns must be a list of strings that are not empty")
+    for name, texts in (("question_id", [str(question_id)]), ("category", [category]), ("turns", turns)):
+        for text in texts:
+            _check_unicode(place, name, text)
     return Question(question_id, category, tuple(turns))
+
+
+def _check_unicode(place: str, name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+        raise ConfigError(f"{place}: {name} is not valid Unicode text: {error}") from error

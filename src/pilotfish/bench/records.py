@@ -30,6 +30,7 @@ class Measured:
         drafted_at: how often there was a draft at each position.
         accepted_at: how often it was accepted and emitted.
         identical: whether its tokens are those of ``none`` in the same group; None if ``none`` was not run.
+        exact: False where verification was lossy.
     """
 
     question_id: str | int
@@ -45,6 +46,7 @@ class Measured:
     drafted_at: list[int]
     accepted_at: list[int]
     identical: bool | None
+    exact: bool = True
 
     @classmethod
     def of(cls, question_id: str | int, output: RequestOutput, identical: bool | None) -> Measured:
@@ -65,6 +67,7 @@ class Measured:
             drafted_at=list(speculation.drafted_at),
             accepted_at=list(speculation.accepted_at),
             identical=identical,
+            exact=speculation.exact,
         )
 
 

@@ -11,7 +11,7 @@ from pilotfish.bench.run import BASELINE
 from pilotfish.bench.summary import OVERALL, Summary
 from pilotfish.errors import ConfigError
 
-__all__ = ["check_plot", "draw", "table"]
+__all__ = ["check_plot", "draw", "scheme_label", "table"]
 
 _COLUMNS = ("tokens/s", "ratio", "tokens/step", "mean length", "accepted", "TTFT ms", "ITL p50", "ITL p99", "identical")
 
@@ -31,8 +31,13 @@ def table(summaries: Sequence[Summary]) -> Table:
             result.add_section()
         head = (str(item.batch), item.category) if place != before else ("", "")
         before = place
-        result.add_row(*head, item.scheme, *_cells(item), style="bold" if item.category == OVERALL else None)
+        result.add_row(*head, scheme_label(item), *_cells(item), style="bold" if item.category == OVERALL else None)
     return result
+
+
+def scheme_label(item: Summary) -> str:
+    """The scheme's name, and what must not be overlooked about it."""
+    return item.scheme if item.exact else f"{item.scheme} (LOSSY)"
 
 
 def _cells(item: Summary) -> list[str]:
@@ -92,7 +97,7 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
             values = {item.category: item for item in summaries if item.batch == batch and item.scheme == scheme}
             heights = [(values[c].ratio if relative else values[c].tokens_per_second) or 0.0 for c in values]
             places = [categories.index(c) + (i - (len(shown) - 1) / 2) * width for c in values]
-            axes.bar(places, heights, width, label=scheme)
+            axes.bar(places, heights, width, label=scheme_label(next(iter(values.values()))))
         if relative:
             axes.axhline(1.0, color="black", linewidth=0.8)
         axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")

@@ -18,6 +18,7 @@ BASELINE = "none"
 """The scheme that others are compared with."""
 
 _WARM_UP_TOKENS = 8
+_WARM_UP_PROMPT = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,14 @@ def run_batch(
 
 
 def warm_up(engine: Engine, params: SamplingParams) -> None:
-    """First use costs once what must not count for any scheme: pages never touched, sleeping threads."""
+    """First use costs once what must not count for any scheme: pages never touched, sleeping threads.
+
+    The prompt repeats itself, so that every scheme proposes something and its verification runs too.
+    """
     room = min(_WARM_UP_TOKENS, engine.max_model_len - 1)
     few = SamplingParams(temperature=params.temperature, max_tokens=room, ignore_eos=True, seed=0)
-    run_batch(engine, [[0]] * engine.config.max_num_seqs, few)
+    prompt = [0] * min(_WARM_UP_PROMPT, engine.max_model_len - room)
+    run_batch(engine, [prompt] * engine.config.max_num_seqs, few)
 
 
 def measure(

@@ -36,6 +36,7 @@ class Summary:
         itl_ms_p50: median time between arrivals of tokens, in milliseconds. Tokens of one step arrive together.
         itl_ms_p99: the 99th percentile of it.
         num_identical: requests whose tokens are those of ``none``; None without ``none``.
+        exact: False where verification was lossy: these are figures of other output than the target's.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Summary:
     itl_ms_p50: float | None
     itl_ms_p99: float | None
     num_identical: int | None
+    exact: bool
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON output."""
@@ -107,6 +109,7 @@ def _summary(batch: int, category: str, scheme: str, runs: Sequence[Run], plain:
         itl_ms_p50=percentile(arrivals, 0.5),
         itl_ms_p99=percentile(arrivals, 0.99),
         num_identical=sum(known) if known else None,
+        exact=all(request.exact for request in requests),
     )
 
 

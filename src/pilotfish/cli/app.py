@@ -16,6 +16,7 @@ from pilotfish.cli.bench_options import BenchOptions
 from pilotfish.cli.capture import CaptureCommand
 from pilotfish.cli.evaluate import EvaluateCommand
 from pilotfish.cli.options import ModelOptions, PromptOptions, SamplingOptions, with_options
+from pilotfish.cli.prompts import PromptsCommand
 from pilotfish.cli.speculation import SpeculationOptions
 from pilotfish.cli.train import TrainCommand
 from pilotfish.errors import ConfigError, PilotfishError, RequestError
@@ -82,7 +83,7 @@ def generate(
         raise ConfigError(f"logprobs={logprobs}: are printed only with --json")
     settings = speculation.settings()
     if compare and settings is None:
-        raise ConfigError("compare=True: there is nothing to compare with --scheme none. Choose a scheme.")
+        raise ConfigError("--compare: there is nothing to compare with --scheme none. Choose a scheme.")
     text = _read_stdin() if prompt == "-" else prompt
     llm = load_llm(model_options, settings)
     token_ids = prompt_tokens(llm, text, options)
@@ -126,6 +127,24 @@ def bench(
     from pilotfish.cli.bench import run_bench
 
     if not run_bench(options, json, plot, resume=resume):
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+@with_options(command=PromptsCommand)
+def prompts(
+    model: Annotated[str, typer.Argument(help="A chat model: folder, .gguf file, Hugging Face id or built-in name.")],
+    *,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File for the prompts.", show_default=False)],
+    command: PromptsCommand,
+) -> None:
+    """Let a chat model write what a user might ask it, as data for capture where there is none.
+
+    Ctrl-C keeps what is done; the same command goes on with it.
+    """
+    from pilotfish.cli.prompts import run_prompts
+
+    if not run_prompts(model, out, command):
         raise typer.Exit(EXIT_INTERRUPTED)
 
 

@@ -56,7 +56,7 @@ def run_bench(options: BenchOptions, out: Path | None, plot: Path | None, *, res
         ignore_eos=options.ignore_eos,
     )
     if resume and out is None:
-        raise ConfigError("resume=True: needs --json OUT, the file to go on with")
+        raise ConfigError("--resume: needs --json OUT, the file to go on with")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"json={str(out)!r}: there is no folder {str(out.parent)!r}")
     with loading_progress(f"reading {options.model}"):

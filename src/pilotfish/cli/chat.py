@@ -91,5 +91,5 @@ def _answer(llm: LLM, messages: list[Message], params: SamplingParams, err: Cons
         stream.close()
     print(flush=True)  # noqa: T201
     if verbose and output is not None:
-        err.print(stats_line(output), style="dim")
+        err.print(stats_line(output), style="dim", soft_wrap=True)
     return answer

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,7 +26,6 @@ def load_llm(options: ModelOptions, speculation: SpeculationChoice = None) -> LL
     """Load the model and its draft, with a progress display on stderr if that is a terminal."""
     settings = options.engine_settings()
     with loading_progress(f"loading {options.model}") as progress:
-        # Importing torch takes a second or more; the display is up by then.
         from pilotfish.llm import LLM
 
         return LLM(
@@ -34,8 +35,9 @@ def load_llm(options: ModelOptions, speculation: SpeculationChoice = None) -> LL
 
 @contextlib.contextmanager
 def loading_progress(title: str) -> Iterator[Callable[[str, float], None]]:
-    """A progress display that is gone afterwards; yields what reports to it."""
+    """A progress display that is gone afterwards; yields what reports to it, when torch is imported."""
     if not sys.stderr.isatty():
+        _import_torch()
         yield lambda what, fraction: None
         return
     from rich.console import Console
@@ -48,7 +50,23 @@ def loading_progress(title: str) -> Iterator[Callable[[str, float], None]]:
         def report(what: str, fraction: float) -> None:
             progress.update(task, description=what, completed=fraction, total=1.0)
 
+        # It takes a second or more; the display is up by then.
+        _import_torch()
         yield report
+
+
+def _import_torch() -> None:
+    """Ctrl-C within the import of a C++ extension aborts the process or is lost: it is taken when that is over."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    interrupted: list[bool] = []
+    previous = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+    try:
+        import torch  # noqa: F401
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 def prompt_tokens(llm: LLM, prompt: str, options: PromptOptions) -> list[int]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pilotfish.errors import ConfigError
 from pilotfish.models.checkpoint import Checkpoint
@@ -119,6 +120,10 @@ def train(
     else:
         run.validate()  # nothing is left to do, but perhaps this: training is saved before it is validated
     run.save()
+    if world.size > 1:
+        # Nobody leaves before process 0 has written everything: one that fails on leaving would have it killed. And it
+        # does fail where gloo's threads, which outlive the group, still hold a tensor when Python ends.
+        dist.barrier()
     return TrainResult(run.progress.step, run.num_steps, run.validation)
 
 
