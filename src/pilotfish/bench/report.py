@@ -9,9 +9,9 @@ from rich.table import Table
 
 from pilotfish.bench.run import BASELINE
 from pilotfish.bench.summary import OVERALL, Summary
-from pilotfish.errors import ConfigError
+from pilotfish.plots import check_plot, save_figure
 
-__all__ = ["check_plot", "draw", "scheme_label", "table"]
+__all__ = ["draw", "scheme_label", "table"]
 
 _COLUMNS = ("tokens/s", "ratio", "tokens/step", "mean length", "accepted", "TTFT ms", "ITL p50", "ITL p99", "identical")
 
@@ -58,28 +58,11 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def check_plot(path: Path) -> None:
-    """Find out before a long run, not after it, that its plot cannot be drawn.
-
-    Raises:
-        ConfigError: matplotlib is missing, or it does not write files of that ending.
-    """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ConfigError(
-            f"plot={str(path)!r}: needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    endings = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.removeprefix(".").lower() not in endings:
-        raise ConfigError(f"plot={str(path)!r}: must end in one of .{', .'.join(endings)}")
-
-
 def draw(summaries: Sequence[Summary], path: Path) -> None:
     """Speedups over ``none`` (without it: tokens/s) by category, one panel a batch size.
 
     Raises:
-        ConfigError: as :func:`check_plot`, or the file cannot be written.
+        ConfigError: as :func:`pilotfish.plots.check_plot`, or the file cannot be written.
     """
     check_plot(path)
     from matplotlib.figure import Figure  # no pyplot: it would look for a display
@@ -104,7 +87,4 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
         axes.set_ylabel(f"tokens/s, relative to {BASELINE}" if relative else "tokens/s")
         axes.set_title(f"batch {batch}")
         axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"plot={str(path)!r}: cannot be written: {error.strerror}") from error
+    save_figure(figure, path)

@@ -61,8 +61,8 @@ def run_bench(options: BenchOptions, out: Path | None, plot: Path | None, *, res
         raise ConfigError(f"json={str(out)!r}: there is no folder {str(out.parent)!r}")
     with loading_progress(f"reading {options.model}"):
         from pilotfish.bench import encode_prompts, load_questions, plan_groups, take
-        from pilotfish.bench.report import check_plot
         from pilotfish.bench.results import load_groups
+        from pilotfish.plots import check_plot
 
         if plot is not None:
             check_plot(plot)

@@ -107,8 +107,9 @@ def run_train(model: str, data: list[Path], out: Path, command: TrainCommand) ->
         import torch
 
         from pilotfish.models.checkpoint import resolve_model
+        from pilotfish.plots import check_plot
         from pilotfish.training.distributed import World
-        from pilotfish.training.plot import check_plot, draw_log
+        from pilotfish.training.plot import draw_log
         from pilotfish.training.state import LOG_FILE
         from pilotfish.training.store import CaptureReader
         from pilotfish.training.train import train

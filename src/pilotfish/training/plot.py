@@ -7,28 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pilotfish.errors import ConfigError
+from pilotfish.plots import check_plot, save_figure
 
-__all__ = ["check_plot", "draw_log"]
+__all__ = ["draw_log"]
 
 _SMOOTHING = 0.05
 """Share of the run's steps that a point of the smoothed curves is a mean of."""
-
-
-def check_plot(path: Path) -> None:
-    """Find out before a long run, not after it, that its plot cannot be drawn.
-
-    Raises:
-        ConfigError: matplotlib is missing, or it does not write files of that ending.
-    """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise ConfigError(
-            f"plot={str(path)!r}: needs matplotlib, which is not installed: pip install matplotlib"
-        ) from error
-    endings = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.removeprefix(".").lower() not in endings:
-        raise ConfigError(f"plot={str(path)!r}: must end in one of .{', .'.join(endings)}")
 
 
 def draw_log(log: Path, path: Path) -> None:
@@ -39,7 +23,8 @@ def draw_log(log: Path, path: Path) -> None:
         path: of the figure.
 
     Raises:
-        ConfigError: as :func:`check_plot`; the log cannot be read or has no steps; the figure cannot be written.
+        ConfigError: as :func:`pilotfish.plots.check_plot`; the log cannot be read or has no steps; the figure cannot be
+            written.
     """
     check_plot(path)
     from matplotlib.figure import Figure  # no pyplot: it would look for a display
@@ -74,10 +59,7 @@ def draw_log(log: Path, path: Path) -> None:
     for axes in (left, right):
         axes.set_xlabel("step")
         axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise ConfigError(f"plot={str(path)!r}: cannot be written: {error.strerror}") from error
+    save_figure(figure, path)
 
 
 def _smoothed(values: list[Any]) -> list[float]:

@@ -50,8 +50,7 @@ def prepare(checkpoint: Checkpoint, reader: CaptureReader, options: TrainOptions
         return draft_student(checkpoint, options.layers, token_ids, ops, distillation, options.mean, max_model_len)
     config = _head_config(target, stamp, reader, options, token_ids)
     weights = checkpoint.tensors()
-    whole = pack_lm_head(weights, target, ops, None)
-    lm_head = whole if token_ids is None else pack_lm_head(weights, target, ops, token_ids)
+    lm_head = pack_lm_head(weights, target, ops, token_ids)
     first = initial_parameters(config, weights, layer_init=options.init, lm_head=lm_head.data, seed=options.seed)
     trainer = HeadTrainer(
         config=config,
@@ -66,7 +65,6 @@ def prepare(checkpoint: Checkpoint, reader: CaptureReader, options: TrainOptions
     )
     return HeadStudent(
         trainer=trainer,
-        whole_lm_head=whole,
         parameters={name: tensor.requires_grad_() for name, tensor in first.items()},
         dtype=ops.dtype,
         steps=options.steps_ahead,

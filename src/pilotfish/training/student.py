@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pilotfish.models.heads import build_head, save_head
-from pilotfish.ops import Linear
 from pilotfish.training.chain import HeadTrainer
 from pilotfish.training.data import Batch
 from pilotfish.training.evaluate import Accuracy
@@ -54,15 +53,9 @@ class Student(Protocol):
 
 @dataclass(slots=True)
 class HeadStudent:
-    """A draft head.
-
-    Attributes:
-        trainer: without parameters.
-        whole_lm_head: [V, H], the target's, to validate with.
-    """
+    """A draft head; ``trainer`` is without its parameters."""
 
     trainer: HeadTrainer
-    whole_lm_head: Linear
     parameters: dict[str, Tensor]
     dtype: torch.dtype
     steps: int
