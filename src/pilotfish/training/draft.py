@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from pilotfish.attention import KVShape
@@ -114,7 +114,7 @@ class DraftStudent:
         if config.get("layer_types"):
             config["layer_types"] = config["layer_types"][: self.config.num_layers]
         scratch = out / ".writing"
-        save_file(self._saved(), scratch, metadata={"format": "pt"})
+        scratch.write_bytes(save(self._saved(), metadata={"format": "pt"}))
         os.replace(scratch, out / "model.safetensors")
         config["dtype" if "dtype" in config else "torch_dtype"] = "bfloat16"
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

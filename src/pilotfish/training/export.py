@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from pilotfish.errors import ConfigError
@@ -174,7 +174,7 @@ def _write(exported: Exported, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     # Clones: one tensor may be stored under two names, and safetensors writes none that share memory.
     tensors = {name: tensor.contiguous().clone() for name, tensor in exported.tensors.items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     if exported.token_map is not None:
         torch.save(exported.token_map, out / "token_map.pt")
     (out / "config.json").write_text(json.dumps(exported.config, indent=2) + "\n", encoding="utf-8")

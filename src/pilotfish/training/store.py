@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from pilotfish.errors import CheckpointError
@@ -181,7 +181,8 @@ class CaptureWriter:
         }
         if self.manifest.aux_layers:
             tensors["aux"] = torch.cat([sample.aux for sample in samples if sample.aux is not None])
-        save_file(tensors, self.folder / name, metadata={"sources": json.dumps([sample.source for sample in samples])})
+        sources = json.dumps([sample.source for sample in samples])
+        (self.folder / name).write_bytes(save(tensors, metadata={"sources": sources}))
         entry = ShardEntry(name, len(samples), sum(lengths), int(sum(int(s.loss_mask.sum()) for s in samples)))
         self._update(shards=(*self.manifest.shards, entry))
         self._samples, self._num_tokens = [], 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from pilotfish.errors import CheckpointError
@@ -155,9 +155,9 @@ def save_head(
     if token_ids is not None:
         tensors["token_ids"] = token_ids.detach().to("cpu", torch.int64).contiguous()
     path.mkdir(parents=True, exist_ok=True)
-    # Whoever reads meanwhile gets whole files.
+    # Whoever reads meanwhile gets whole files; safetensors itself would make them readable for their owner only.
     scratch = path / ".writing"
-    save_file(tensors, scratch, metadata={"format": "pt"})
+    scratch.write_bytes(save(tensors, metadata={"format": "pt"}))
     os.replace(scratch, path / "model.safetensors")
     scratch.write_text(json.dumps(config.to_json(), indent=2) + "\n", encoding="utf-8")
     os.replace(scratch, path / "config.json")
