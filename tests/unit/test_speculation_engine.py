@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engines import (
     ALWAYS_RIGHT,
+    HEADS,
     KS,
     SCHEMES,
     check_statistics,
@@ -163,13 +164,15 @@ def test_right_drafts_take_the_fewest_steps_there_can_be(scheme: str, k: int) ->
 @pytest.mark.parametrize("k", KS)
 @pytest.mark.parametrize("verify", ["coupled", "rejection"])
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
-def test_a_draft_equal_to_the_target_is_always_accepted(k: int, verify: str, temperature: float) -> None:
+@pytest.mark.parametrize("scheme", ["equal", *(name for name in HEADS if name in ALWAYS_RIGHT)])
+def test_a_draft_that_is_always_right_is_always_accepted(scheme: str, k: int, verify: str, temperature: float) -> None:
     """At every length of prompt and output, from the prefix cache too, and where a conversation goes on.
 
-    The draft reads its own KV back through its own pages: an entry that is missing or wrong changes what it proposes.
+    The draft reads its own KV back through its own pages, and a head checks every state that it is given: an entry that
+    is missing or wrong changes what it proposes.
     """
     wanted = {"ignore_eos": True, "temperature": temperature, "seed": 3}
-    engine = engine_with("equal", k, verify=verify)
+    engine = engine_with(scheme, k, verify=verify)
     for length in range(1, 14):
         for max_tokens in (2, 7, 16):
             prompt = [length, *range(length - 1)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engines import HEADS, KS, check_statistics, engine_with, one, params, plain, run, summary
+from engines import HEADS, engine_with, one, params, plain, run, summary
 from fakes import EOS, VOCAB_SIZE
 from fakes_heads import StateCheckingHeadRunner
 from pilotfish.engine.engine import Engine
@@ -18,32 +18,6 @@ EXACT = [name for name in HEADS if name != "near head"]
 def runner_of(engine: Engine) -> StateCheckingHeadRunner:
     runner: StateCheckingHeadRunner = engine.proposer._runner  # type: ignore[attr-defined]
     return runner
-
-
-@pytest.mark.parametrize("k", KS)
-@pytest.mark.parametrize("scheme", EXACT)
-@pytest.mark.parametrize("verify", ["coupled", "rejection"])
-def test_an_oracle_head_is_always_accepted(scheme: str, k: int, verify: str) -> None:
-    """At every length of prompt and output, from the prefix cache too, and where a conversation goes on."""
-    for temperature in (0.0, 1.2):
-        wanted = {"ignore_eos": True, "temperature": temperature, "seed": 3}
-        engine = engine_with(scheme, k, verify=verify)
-        for length in range(1, 14):
-            for max_tokens in (2, 7, 16):
-                prompt = [length, *range(length - 1)]
-                first, second = (one(engine, prompt, params(max_tokens=max_tokens, **wanted)) for _ in range(2))
-                assert second.stats.num_cached_tokens == (length - 1) // 4 * 4
-                assert summary(first) == summary(second)
-                assert first.stats.speculation == second.stats.speculation
-                follow_up = [*prompt, *first.outputs[0].token_ids, 9]
-                third = one(engine, follow_up, params(max_tokens=6, **wanted))
-                assert third.stats.num_cached_tokens == (length + max_tokens - 1) // 4 * 4, "output pages are cached"
-                for output in (first, second, third):
-                    stats = output.stats.speculation
-                    assert stats.num_accepted == stats.num_drafted
-                    assert stats.num_drafted > 0 or max_tokens == 2
-                    check_statistics(output)
-        assert engine.pool.num_free == engine.pool.num_pages
 
 
 @pytest.mark.parametrize("scheme", EXACT)

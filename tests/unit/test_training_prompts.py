@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -35,8 +36,10 @@ def engine(model: str) -> Engine:
     return load_engine(model, config)
 
 
-def take(engine: Engine, count: int, first: int = 0, known: list[str] | None = None) -> list[tuple[int, str]]:
-    with closing(write_prompts(engine, OPTIONS, first, known or [])) as prompts:
+def take(
+    engine: Engine, count: int, first: int = 0, known: list[str] | None = None, options: PromptOptions = OPTIONS
+) -> list[tuple[int, str]]:
+    with closing(write_prompts(engine, options, first, known or [])) as prompts:
         return list(islice(prompts, count))
 
 
@@ -57,6 +60,12 @@ def test_prompts_are_reproducible_and_go_on(engine: Engine) -> None:
 def test_known_prompts_do_not_come_again(engine: Engine) -> None:
     (first, text), second = take(engine, 2)
     assert take(engine, 1, first, [text])[0] == second
+
+
+def test_prompts_of_a_kind_begin_alike(engine: Engine) -> None:
+    texts = [text for _, text in take(engine, 3, options=replace(OPTIONS, begin="hello 123"))]
+    assert all(text.startswith("hello 123") and len(text) > len("hello 123") for text in texts)
+    assert len(set(texts)) == 3
 
 
 def test_a_model_without_a_template_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class PromptsCommand:
     top_p: Annotated[float, Option(help="Keep the smallest set of tokens of this probability.")] = 0.95
     max_tokens: Annotated[int, Option(help="Longer prompts are left out.")] = 256
     seed: Annotated[int, Option(help="Of the first attempt; later ones count on.")] = 0
+    begin: Annotated[str, Option(help="Every prompt begins with this: prompts of a kind.", show_default=False)] = ""
     max_num_seqs: Annotated[int, Option(help="Sequences that run at once.")] = 64
     dtype: Annotated[str, Option(help="bfloat16 or float32.")] = EngineConfig().dtype
     threads: Annotated[int | None, Option(help="Threads of the kernels.", show_default="all CPUs")] = None
@@ -57,7 +58,11 @@ def run_prompts(model: str, out: Path, command: PromptsCommand) -> bool:
         from pilotfish.training.prompts import PromptOptions, write_prompts
 
         options = PromptOptions(
-            temperature=command.temperature, top_p=command.top_p, max_tokens=command.max_tokens, seed=command.seed
+            temperature=command.temperature,
+            top_p=command.top_p,
+            max_tokens=command.max_tokens,
+            seed=command.seed,
+            begin=command.begin,
         )
         engine = load_engine(model, config, progress=progress)
     columns = (

@@ -32,12 +32,14 @@ class PromptOptions:
         top_p: leaves out the tail, in which a small model loses its thread.
         max_tokens: a prompt that is not at its end by then is left out.
         seed: attempt number N has the seed ``seed + N``.
+        begin: every prompt begins with this, to get prompts of a kind.
     """
 
     temperature: float = 1.0
     top_p: float = 0.95
     max_tokens: int = 256
     seed: int = 0
+    begin: str = ""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0.0:
@@ -84,7 +86,8 @@ def write_prompts(
     Raises:
         ConfigError: see :func:`user_prefix`.
     """
-    prefix = user_prefix(engine.tokenizer)
+    tokenizer = engine.tokenizer
+    prefix = [*user_prefix(tokenizer), *tokenizer.encode(options.begin, add_special_tokens=False)]
     seen = set(known)
     done: dict[int, str] = {}
     next_attempt = first_out = first_attempt
@@ -97,7 +100,9 @@ def write_prompts(
                 if output.finished:
                     completion = output.outputs[0]
                     whole = completion.finish_reason == "stop"
-                    done[int(output.request_id.removeprefix("prompt-"))] = completion.text.strip() if whole else ""
+                    done[int(output.request_id.removeprefix("prompt-"))] = (
+                        (options.begin + completion.text).strip() if whole else ""
+                    )
             while first_out in done:
                 text = done.pop(first_out)
                 if text and text not in seen:
