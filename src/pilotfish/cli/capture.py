@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer import Option
 
+from pilotfish.cli.options import throughput_config
 from pilotfish.cli.session import loading_progress
 from pilotfish.config import EngineConfig
 from pilotfish.errors import ConfigError
@@ -48,16 +49,6 @@ class CaptureCommand:
     dtype: Annotated[str, Option(help="bfloat16 or float32, of the target.")] = EngineConfig().dtype
     threads: Annotated[int | None, Option(help="Threads of the kernels.", show_default="all CPUs")] = None
 
-    def engine_config(self) -> EngineConfig:
-        """Many rows, no drafts: throughput is all that counts."""
-        return EngineConfig(
-            dtype=self.dtype,  # type: ignore[arg-type]  # EngineConfig checks it
-            threads=self.threads,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, self.max_num_seqs),
-            speculation=None,
-        )
-
 
 def run_capture(model: str, data: Path, out: Path, command: CaptureCommand) -> bool:
     """Capture what is missing in ``out``. False if Ctrl-C cut it short; the same command goes on then.
@@ -66,7 +57,7 @@ def run_capture(model: str, data: Path, out: Path, command: CaptureCommand) -> b
         ConfigError: options, prompts or a folder that cannot work.
         CheckpointError: the model cannot be loaded.
     """
-    config = command.engine_config()
+    config = throughput_config(command.dtype, command.threads, command.max_num_seqs)
     err = Console(stderr=True, highlight=False)
     with loading_progress(f"reading {model}"):
         from pilotfish.training.capture import Capture, CaptureOptions

@@ -14,7 +14,15 @@ from pilotfish.config import EngineConfig
 from pilotfish.errors import ConfigError, RequestError
 from pilotfish.types import SamplingParams
 
-__all__ = ["DEFAULT_MAX_TOKENS", "ModelOptions", "PromptOptions", "SamplingOptions", "parse_size", "with_options"]
+__all__ = [
+    "DEFAULT_MAX_TOKENS",
+    "ModelOptions",
+    "PromptOptions",
+    "SamplingOptions",
+    "parse_size",
+    "throughput_config",
+    "with_options",
+]
 
 DEFAULT_MAX_TOKENS = 256
 """What ``--max-tokens`` is if it is not given, as far as the context has room."""
@@ -152,6 +160,17 @@ class PromptOptions:
     system: Annotated[
         str | None, Option(help="System message before the prompt.", show_default=False, rich_help_panel=_PROMPT)
     ] = None
+
+
+def throughput_config(dtype: str, threads: int | None, max_num_seqs: int) -> EngineConfig:
+    """Of an engine that works off a file: many rows and no drafts, for throughput is all that counts."""
+    return EngineConfig(
+        dtype=dtype,  # type: ignore[arg-type]  # EngineConfig checks it
+        threads=threads,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, max_num_seqs),
+        speculation=None,
+    )
 
 
 def parse_size(name: str, text: str) -> int:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typer import Option
 
+from pilotfish.cli.options import throughput_config
 from pilotfish.cli.session import loading_progress
 from pilotfish.config import EngineConfig
 from pilotfish.errors import ConfigError
@@ -46,13 +47,7 @@ def run_prompts(model: str, out: Path, command: PromptsCommand) -> bool:
         raise ConfigError(f"num={command.num}: must be at least 1")
     written = _read(out)
     first_attempt = max(written) + 1 if written else 0
-    config = EngineConfig(
-        dtype=command.dtype,  # type: ignore[arg-type]  # EngineConfig checks it
-        threads=command.threads,
-        max_num_seqs=command.max_num_seqs,
-        max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, command.max_num_seqs),
-        speculation=None,
-    )
+    config = throughput_config(command.dtype, command.threads, command.max_num_seqs)
     with loading_progress(f"loading {model}") as progress:
         from pilotfish.engine import load_engine
         from pilotfish.training.prompts import PromptOptions, write_prompts

@@ -9,17 +9,17 @@ from dataclasses import replace
 import torch
 
 from pilotfish.attention import KVShape
-from pilotfish.config import BackendName, EngineConfig
+from pilotfish.config import EngineConfig
+from pilotfish.engine.backend import choose_backend, make_ops
 from pilotfish.engine.config import Machine, resolve
 from pilotfish.engine.engine import Engine
 from pilotfish.engine.runners import RunnerFactory
-from pilotfish.errors import BackendError, ConfigError
+from pilotfish.errors import ConfigError
 from pilotfish.kv import PagePool
-from pilotfish.models import Model, ModelConfig, build_model, expected_tensors
+from pilotfish.models import Model, build_model, expected_tensors, kv_shape
 from pilotfish.models.checkpoint import Checkpoint, Progress, load_weights, resolve_model
 from pilotfish.models.heads import DraftHead, load_head
 from pilotfish.ops import Ops
-from pilotfish.ops.reference import TorchOps
 from pilotfish.speculation import HeadScheme, Proposer, Scheme, SpeculationContext, find_head, load_scheme
 from pilotfish.text import Tokenizer
 
@@ -65,15 +65,15 @@ def _build_engine(
     progress: Progress | None,
     scheme: Scheme | HeadScheme | None,
 ) -> Engine:
-    config = replace(config, backend=_choose_backend(config), threads=_choose_threads(config, Machine.detect()))
-    ops = _make_ops(config, checkpoint.dtype)
+    config = replace(config, backend=choose_backend(config), threads=_choose_threads(config, Machine.detect()))
+    ops = make_ops(config, checkpoint.dtype)
     target = _load_model(checkpoint, ops, config.max_model_len, progress)
     tokenizer = checkpoint.load_tokenizer()
     settings = config.scheme_settings
     if scheme is None:
         context = _speculation_context(checkpoint, target, tokenizer, ops, config, use_cache, progress)
         settings, scheme = load_scheme(config.speculation, context)
-    target_kv = _kv_shape(target.config, config.page_size, ops.dtype)
+    target_kv = kv_shape(target.config, config.page_size, ops.dtype)
     draft_kv = _draft_kv_shape(scheme, config.page_size, ops.dtype)
     # After the weights, so that what is free is free for pages.
     page_bytes = target_kv.bytes_per_page + (draft_kv.bytes_per_page if draft_kv is not None else 0)
@@ -151,22 +151,11 @@ def _load_model(checkpoint: Checkpoint, ops: Ops, max_model_len: int | None, pro
     return model
 
 
-def _kv_shape(config: ModelConfig, page_size: int, dtype: torch.dtype) -> KVShape:
-    return KVShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        num_q_heads=config.num_q_heads,
-        head_dim=config.head_dim,
-        page_size=page_size,
-        dtype=dtype,
-    )
-
-
 def _draft_kv_shape(scheme: Scheme | HeadScheme, page_size: int, dtype: torch.dtype) -> KVShape | None:
     """Of the KV that the scheme keeps in the target's pages: a layer for each module of a head."""
     if isinstance(scheme, HeadScheme):
-        return _kv_shape(scheme.head.config.shape, page_size, dtype)
-    return None if scheme.model is None else _kv_shape(scheme.model.config, page_size, dtype)
+        return kv_shape(scheme.head.config.shape, page_size, dtype)
+    return None if scheme.model is None else kv_shape(scheme.model.config, page_size, dtype)
 
 
 def _choose_threads(config: EngineConfig, machine: Machine) -> int:
@@ -182,36 +171,3 @@ def _choose_threads(config: EngineConfig, machine: Machine) -> int:
             "it out to use them all."
         )
     return threads
-
-
-def _choose_backend(config: EngineConfig) -> BackendName:
-    """The backend for ``auto``: native where this machine runs it.
-
-    Raises:
-        BackendError: native was asked for and does not run here.
-    """
-    if config.backend == "torch":
-        return "torch"
-    try:
-        from pilotfish import _native
-    except ImportError as error:
-        reason = f"its extension module cannot be imported ({error}). Reinstall pilotfish with a C++20 compiler"
-    else:
-        if _native.supported_isas():
-            return "native"
-        reason = "its kernels need a CPU with AVX2 at least"
-    if config.backend == "native":
-        raise BackendError(f"backend='native' does not run here: {reason}, or use backend='torch'.")
-    logger.warning("backend=torch, which is slow: native does not run here, %s.", reason)
-    return "torch"
-
-
-def _make_ops(config: EngineConfig, dtype: torch.dtype) -> Ops:
-    assert config.threads is not None
-    if config.backend == "torch":
-        torch.set_num_threads(config.threads)
-        return TorchOps(dtype)
-    from pilotfish import _native
-    from pilotfish.ops.native import NativeOps, fastest_path
-
-    return NativeOps(dtype, _native.Team(config.threads), fastest_path(config.isa))

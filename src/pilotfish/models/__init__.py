@@ -8,12 +8,13 @@ from torch import Tensor
 
 from pilotfish.models.base import AuxStates, Model
 from pilotfish.models.config import Architecture, ModelConfig
+from pilotfish.models.layers import kv_shape
 from pilotfish.models.llama import Llama
 from pilotfish.models.qwen2 import Qwen2
 from pilotfish.models.qwen3 import Qwen3
 from pilotfish.ops import Ops
 
-__all__ = ["AuxStates", "Model", "ModelConfig", "build_model", "expected_tensors"]
+__all__ = ["AuxStates", "Model", "ModelConfig", "build_model", "expected_tensors", "kv_shape"]
 
 _MODELS: Mapping[Architecture, type[Llama]] = {
     "llama": Llama,

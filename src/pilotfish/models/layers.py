@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pilotfish.attention import RopeTable
+from pilotfish.attention import KVShape, RopeTable
 from pilotfish.models.config import LinearRopeScaling, Llama3RopeScaling, ModelConfig
 from pilotfish.ops import Linear, Ops
 
-__all__ = ["gated_mlp", "pack_fused", "rope_table", "split_qkv"]
+__all__ = ["gated_mlp", "kv_shape", "pack_fused", "rope_table", "split_qkv"]
 
 
 def rope_table(config: ModelConfig, max_model_len: int | None = None) -> RopeTable:
@@ -45,6 +45,24 @@ def _llama3_frequencies(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tens
     blended = (1 - kept) * divided + kept * frequencies
     return torch.where(
         turns < scaling.low_freq_factor, divided, torch.where(turns > scaling.high_freq_factor, frequencies, blended)
+    )
+
+
+def kv_shape(config: ModelConfig, page_size: int, dtype: torch.dtype) -> KVShape:
+    """What a KV pool for a model, or for a head of this shape, must hold.
+
+    Args:
+        config: of the model.
+        page_size: tokens in a page.
+        dtype: of keys and values.
+    """
+    return KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        num_q_heads=config.num_q_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        dtype=dtype,
     )
 
 

@@ -22,8 +22,9 @@ from pilotfish.config import DraftModel, Speculation
 from pilotfish.errors import ConfigError
 from pilotfish.models import Model
 from pilotfish.runner import Runner, Segment
-from pilotfish.sampling import LogitsRow, process_logits, sample, softmax_probs
+from pilotfish.sampling import LogitsRow
 from pilotfish.speculation.base import CommittedRow, DraftRow, Proposal, Proposer, Scheme, SpeculationContext
+from pilotfish.speculation.draw import draw
 from pilotfish.text import Tokenizer
 
 __all__ = ["DraftProposer", "check_same_vocabulary", "load"]
@@ -145,13 +146,11 @@ class DraftProposer:
     ) -> None:
         """The next draft of the rows ``active``, and the distribution it was drawn from where that is wanted."""
         places = [LogitsRow(rows[s].sampler, tokens[s]) for s in active]
-        if self._with_probs:
-            q = softmax_probs(process_logits(logits.clone(), places), places)
-            for s, row in zip(active, q, strict=True):
-                probs[s].append(row)
-        chosen = sample(logits, places, self._runner.ops, logprobs_mode=None).token_ids
-        for s, token in zip(active, chosen, strict=True):
-            tokens[s].append(token)
+        chosen, q = draw(logits, places, self._runner.ops, with_probs=self._with_probs)
+        for i, s in enumerate(active):
+            tokens[s].append(chosen[i])
+            if q is not None:
+                probs[s].append(q[i])
 
     def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
         """Run over what is new, so that pages that the prefix cache may hand out hold true entries of the draft too."""

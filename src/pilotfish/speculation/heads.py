@@ -26,8 +26,9 @@ from torch import Tensor
 
 from pilotfish.runner import HeadRunner, Segment
 from pilotfish.runner.head import bits
-from pilotfish.sampling import LogitsRow, process_logits, sample, softmax_probs
+from pilotfish.sampling import LogitsRow
 from pilotfish.speculation.base import CommittedRow, DraftRow, Proposal
+from pilotfish.speculation.draw import draw
 
 __all__ = ["HeadProposer"]
 
@@ -187,8 +188,7 @@ class HeadProposer:
             full = np.full((len(places), self._vocab_size), -np.inf, np.float32)
             full[:, self._target_ids] = logits.numpy()
             logits = torch.from_numpy(full)
-        q = softmax_probs(process_logits(logits.clone(), places), places) if self._with_probs else None
-        return sample(logits, places, self._runner.ops, logprobs_mode=None).token_ids, q
+        return draw(logits, places, self._runner.ops, with_probs=self._with_probs)
 
     def _draft(self, segments: list[Segment], states: _Bits, step: int, num_steps: int) -> tuple[Tensor, _Bits]:
         """Compute the ``step``-th row beyond the last token.

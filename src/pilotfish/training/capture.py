@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pilotfish.config import EngineConfig
@@ -320,15 +319,13 @@ class Capture:
             token_ids = [*prompt.token_ids, *answer]
             mask = [*prompt.loss_mask, *[1] * len(answer)]
         hidden, aux = self._split(states)
-        return Sample(_array(token_ids, np.int32), _array(mask, np.uint8), hidden, aux, prompt.row, prompt.source)
+        return Sample(
+            np.asarray(token_ids, np.int32), np.asarray(mask, np.uint8), hidden, aux, prompt.row, prompt.source
+        )
 
     def _split(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
         hidden = states[:, : self._hidden_size].contiguous()
         return hidden, states[:, self._hidden_size :].contiguous() if self.options.aux_layers else None
-
-
-def _array(values: Sequence[int], dtype: type[Any]) -> NDArray[Any]:
-    return np.asarray(values, dtype)
 
 
 def _resume(folder: Path, fresh: Manifest) -> Manifest:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pilotfish.attention import KVShape
+from pilotfish.models import kv_shape
 from pilotfish.models.heads import DraftHead, HeadConfig, build_head
 from pilotfish.ops import Linear
 from pilotfish.training.attention import ChainAttention
@@ -31,17 +31,7 @@ def chain_outputs(head: DraftHead, batch: Batch) -> list[Tensor]:
 
     The tokens that a chain embeds are the real ones: drafts that are wrong are never drafted upon.
     """
-    shape = head.config.shape
-    attention = ChainAttention(
-        KVShape(
-            num_layers=head.config.num_modules,
-            num_kv_heads=shape.num_kv_heads,
-            num_q_heads=shape.num_q_heads,
-            head_dim=shape.head_dim,
-            page_size=1,
-            dtype=batch.features.dtype,
-        )
-    )
+    attention = ChainAttention(kv_shape(head.config.shape, page_size=1, dtype=batch.features.dtype))
     plan = attention.plan(batch.text)
     out, states = head.forward(batch.text, _first_row_zeros(head, batch), plan)
     outputs = [out.index_select(0, batch.rows)]

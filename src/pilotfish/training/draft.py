@@ -19,9 +19,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from pilotfish.attention import KVShape
 from pilotfish.errors import ConfigError
-from pilotfish.models import Model, ModelConfig, build_model, expected_tensors
+from pilotfish.models import Model, ModelConfig, build_model, expected_tensors, kv_shape
 from pilotfish.models.checkpoint import Checkpoint, load_weights
 from pilotfish.training.attention import ChainAttention
 from pilotfish.training.chain import LossMean, row_weights
@@ -89,18 +88,8 @@ class DraftStudent:
 
     def _outputs(self, batch: Batch) -> Tensor:
         """States of the rows that are taught: [R, H]."""
-        shape = self.config
-        attention = ChainAttention(
-            KVShape(
-                num_layers=shape.num_layers,
-                num_kv_heads=shape.num_kv_heads,
-                num_q_heads=shape.num_q_heads,
-                head_dim=shape.head_dim,
-                page_size=1,
-                dtype=self.dtype,
-            )
-        )
-        model: Model = build_model(shape, {**self.parameters, **self.frozen}, self.ops, self.max_model_len)
+        attention = ChainAttention(kv_shape(self.config, page_size=1, dtype=self.dtype))
+        model: Model = build_model(self.config, {**self.parameters, **self.frozen}, self.ops, self.max_model_len)
         return model.forward(batch.text, attention.plan(batch.text)).index_select(0, batch.rows)
 
     def save(self, out: Path, training: Mapping[str, Any]) -> None:

@@ -20,10 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pilotfish.attention import KVShape
 from pilotfish.config import EngineConfig
 from pilotfish.engine.runners import RunnerFactory
 from pilotfish.errors import ConfigError
+from pilotfish.models import kv_shape
 from pilotfish.models.heads import DraftHead
 from pilotfish.ops import Ops
 from pilotfish.runner import HeadRunner, Segment
@@ -114,7 +114,6 @@ def evaluation_runner(head: DraftHead, ops: Ops, *, max_seqs: int, max_tokens: i
         max_tokens: tokens of a pass.
         max_len: of the longest sequence.
     """
-    shape = head.config.shape
     config = EngineConfig(
         backend="torch" if ops.name == "torch" else "native",
         max_model_len=max_len,
@@ -122,14 +121,7 @@ def evaluation_runner(head: DraftHead, ops: Ops, *, max_seqs: int, max_tokens: i
         max_num_batched_tokens=max_tokens,
         speculation=None,
     )
-    kv = KVShape(
-        num_layers=head.config.num_modules,
-        num_kv_heads=shape.num_kv_heads,
-        num_q_heads=shape.num_q_heads,
-        head_dim=shape.head_dim,
-        page_size=config.page_size,
-        dtype=ops.dtype,
-    )
+    kv = kv_shape(head.config.shape, config.page_size, ops.dtype)
     num_pages = max_seqs * -(-max_len // config.page_size)
     return RunnerFactory(config, ops, num_pages).head_runner(head, kv, max_tokens, max_seqs)
 

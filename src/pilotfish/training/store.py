@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ class Manifest:
         dtype: that the target ran in.
         aux_layers: ids of the layers whose input states are stored, in the convention of Pilotfish's heads.
         sampling: how answers were chosen; ``keep_answers`` if they were given.
-        data: name, sha256 and number of lines of the data file.
+        data: name and sha256 of the data file.
         shards: in the order they were written.
         complete: nothing is missing.
     """
@@ -183,7 +183,7 @@ class CaptureWriter:
             tensors["aux"] = torch.cat([sample.aux for sample in samples if sample.aux is not None])
         sources = json.dumps([sample.source for sample in samples])
         (self.folder / name).write_bytes(save(tensors, metadata={"sources": sources}))
-        entry = ShardEntry(name, len(samples), sum(lengths), int(sum(int(s.loss_mask.sum()) for s in samples)))
+        entry = ShardEntry(name, len(samples), sum(lengths), sum(int(sample.loss_mask.sum()) for sample in samples))
         self._update(shards=(*self.manifest.shards, entry))
         self._samples, self._num_tokens = [], 0
 
@@ -193,8 +193,7 @@ class CaptureWriter:
         self._update(complete=complete)
 
     def _update(self, **changes: Any) -> None:
-        fields = {name: getattr(self.manifest, name) for name in self.manifest.__slots__}
-        self.manifest = Manifest(**{**fields, **changes})
+        self.manifest = replace(self.manifest, **changes)
         self.manifest.save(self.folder)
 
 

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pilotfish.attention import KVShape
 from pilotfish.config import EngineConfig
+from pilotfish.engine.backend import choose_backend, make_ops
 from pilotfish.engine.config import Machine
 from pilotfish.engine.runners import RunnerFactory
-from pilotfish.models import Model
+from pilotfish.models import Model, kv_shape
 from pilotfish.models.heads import DraftHead
 from pilotfish.ops import Ops
-from pilotfish.ops.reference import TorchOps
 from pilotfish.runner import Runner, Segment
 from pilotfish.training.evaluate import OVERALL, Accuracy, SampleHits, evaluate_capture, evaluation_runner
 from pilotfish.training.store import CaptureReader
@@ -51,15 +51,11 @@ def engine_ops(dtype: torch.dtype) -> Ops:
     Its threads are half of torch's: they wait for each other by spinning, and training seldom has the machine to
     itself. On 2 busy CPUs a validation with 2 threads took 3 times as long as with 1.
     """
-    try:
-        from pilotfish import _native
-        from pilotfish.ops.native import NativeOps, fastest_path
-    except ImportError:
-        return TorchOps(dtype)
-    if not _native.supported_isas():
-        return TorchOps(dtype)
-    threads = max(1, min(torch.get_num_threads(), Machine.detect().num_cpus) // 2)
-    return NativeOps(dtype, _native.Team(threads), fastest_path())
+    config = EngineConfig()
+    backend, threads = choose_backend(config), torch.get_num_threads()
+    if backend == "native":
+        threads = max(1, min(threads, Machine.detect().num_cpus) // 2)
+    return make_ops(replace(config, backend=backend, threads=threads), dtype)
 
 
 def head_accuracy(head: DraftHead, ops: Ops, reader: CaptureReader, indices: Iterable[int], num_steps: int) -> Accuracy:
@@ -117,7 +113,6 @@ def _torch_aside(ops: Ops) -> Iterator[None]:
 
 def _model_runner(model: Model, ops: Ops, max_len: int) -> tuple[Runner, list[int]]:
     """A runner for one sequence, and the pages of its KV pool."""
-    shape = model.config
     config = EngineConfig(
         backend="torch" if ops.name == "torch" else "native",
         max_model_len=max_len,
@@ -125,14 +120,7 @@ def _model_runner(model: Model, ops: Ops, max_len: int) -> tuple[Runner, list[in
         max_num_batched_tokens=_SPAN,
         speculation=None,
     )
-    kv = KVShape(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        num_q_heads=shape.num_q_heads,
-        head_dim=shape.head_dim,
-        page_size=config.page_size,
-        dtype=ops.dtype,
-    )
+    kv = kv_shape(model.config, config.page_size, ops.dtype)
     pages = list(range(-(-max_len // config.page_size)))
     return RunnerFactory(config, ops, len(pages)).runner(model, kv, _SPAN, _SPAN), pages
 
