@@ -10,6 +10,7 @@ from fakes_heads import FakeHead, StateCheckingHeadRunner, StateRunner
 from pilotfish.config import EngineConfig, Ngram, Speculation
 from pilotfish.engine.engine import Engine
 from pilotfish.speculation.heads import HeadProposer
+from pilotfish.speculation.lookup import LookupFirstProposer
 from pilotfish.speculation.ngram import NgramProposer
 from pilotfish.types import RequestOutput, SamplingParams
 
@@ -51,13 +52,21 @@ def engine_with(scheme: str | None, k: int = 5, *, eos_bias: float = 0.0, **kwar
 
 
 def make_head(
-    config: EngineConfig, num_pages: int, eos_bias: float = 0.0, *, error: float = 0.0, **head: Any
-) -> HeadProposer:
+    config: EngineConfig,
+    num_pages: int,
+    eos_bias: float = 0.0,
+    *,
+    error: float = 0.0,
+    p_min: float = 0.0,
+    lookup: int = 0,
+    **head: Any,
+) -> HeadProposer | LookupFirstProposer:
     """A proposer over a runner that checks what it is given; ``head`` are arguments of :class:`FakeHead`."""
     builder = make_builder(config, config.max_num_batched_tokens + config.max_num_seqs)
     runner = StateCheckingHeadRunner(FakeHead(**head), builder, num_pages, eos_bias, error)
     assert isinstance(config.speculation, Speculation)
-    return HeadProposer(runner, VOCAB_SIZE, with_probs=config.speculation.verify == "rejection")
+    proposer = HeadProposer(runner, VOCAB_SIZE, with_probs=config.speculation.verify == "rejection", p_min=p_min)
+    return LookupFirstProposer(NgramProposer(max(lookup, 4), lookup), proposer) if lookup else proposer
 
 
 def run(engine: Engine) -> dict[str, RequestOutput]:

@@ -128,20 +128,29 @@ class HeadSpeculation(Speculation):
     """What the schemes of draft heads have in common: a layer that reads the target's hidden states.
 
     Attributes:
-        head: folder or Hugging Face id of the head. None: the one that ships for this model, or lies in the model's
-            folder as ``head`` or ``mtp``.
+        head: folder or Hugging Face id of the head. None: the model's own, which lies in the model's folder as
+            ``head`` or ``mtp``, or is the MTP layers in the model's own files, or ships for this model.
         allow_mismatch: take a head that was trained for a target of this shape but with other weights or another chat
             template. Output does not change; fewer drafts are accepted.
+        p_min: drafting stops, before ``num_drafts``, behind the draft at which the head's joint probability of a
+            proposal falls below this: what is unlikely to be kept is not worth its time. 0: never.
+        lookup: where the last so many tokens occurred before, in prompt or output, what followed them is proposed in
+            place of the head's drafts (as :class:`Ngram` does). 0: never.
     """
 
     head: str | None = None
     allow_mismatch: bool = False
+    p_min: float = 0.0
+    lookup: int = 0
 
     def __post_init__(self) -> None:
         Speculation.__post_init__(self)
         if self.head is not None:
             _check_name("head", self.head, "a folder or a Hugging Face id, or None for the model's own head")
         _check_bool("allow_mismatch", self.allow_mismatch)
+        _check_integer("lookup", self.lookup, 0, MAX_NGRAM)
+        if isinstance(self.p_min, bool) or not isinstance(self.p_min, (int, float)) or not 0.0 <= self.p_min < 1.0:
+            raise ConfigError(f"p_min={self.p_min!r}: must be a number of at least 0 and below 1; 0 never stops early")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,10 +76,11 @@ def rejection_engine(scheme: str, k: int = 3, cls: type[DraftProposer] = DraftPr
     kwargs["speculation"] = Ngram(num_drafts=k, verify="rejection")
     if scheme == "certain":
         return make_engine(proposer=GuessProposer(0.6), **kwargs)
-    if scheme == "head":  # which proposes 26 of the 32 tokens
+    if scheme in ("head", "stopping head"):  # which proposes 26 of the 32 tokens
+        head = {"error": 0.9, "num_tokens": 26, "p_min": 0.15 if scheme == "stopping head" else 0.0}
         return make_engine(
             runner_class=StateRunner,
-            make_proposer=lambda config, num_pages: make_head(config, num_pages, error=0.9, num_tokens=26),
+            make_proposer=lambda config, num_pages: make_head(config, num_pages, **head),
             **kwargs,
         )
     engine = make_engine(draft={"error": 0.9}, **kwargs)
@@ -87,7 +88,7 @@ def rejection_engine(scheme: str, k: int = 3, cls: type[DraftProposer] = DraftPr
     return engine
 
 
-@pytest.mark.parametrize("scheme", ["draft", "certain", "head"])
+@pytest.mark.parametrize("scheme", ["draft", "certain", "head", "stopping head"])
 @pytest.mark.parametrize("name", PARAMS)
 def test_outputs_are_distributed_as_the_targets(scheme: str, name: str) -> None:
     """Drafts that are drawn from a q unlike p, and certain ones that are right or random."""
@@ -96,6 +97,8 @@ def test_outputs_are_distributed_as_the_targets(scheme: str, name: str) -> None:
     assert fits(counts, joint), (chi_square(counts, joint), total_variation(counts, joint))
     stats = engine.stats.speculation
     assert 0.1 < stats.num_accepted / stats.num_drafted < 0.9, "both accepting and rejecting is put to the test"
+    if scheme == "stopping head":
+        assert 0.1 < stats.drafted_at[1] / stats.drafted_at[0] < 0.9, "it stops, and does not"
 
 
 class WrongTemperature(DraftProposer):

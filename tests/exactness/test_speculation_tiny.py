@@ -74,6 +74,7 @@ SCHEMES: Mapping[str, Callable[[Models, int, str], Speculation]] = {
     "itself": lambda tiny, k, kind: DraftModel(num_drafts=k, model=tiny[kind]),
     "random head": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny["random head"]),
     "mtp": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny[f"mtp of {kind}"]),
+    "mtp, lookup": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny[f"mtp of {kind}"], lookup=2, p_min=0.3),
     "chain": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny[f"chain of {kind}"]),
     "eagle": lambda tiny, k, kind: Eagle(num_drafts=k, head=tiny[f"eagle of {kind}"]),
     "eagle3": lambda tiny, k, kind: Eagle(num_drafts=k, head=tiny[f"eagle3 of {kind}"]),
@@ -148,6 +149,7 @@ def test_rejection_at_temperature_0_is_plain(tiny: Models, plain: Callable[[str]
         Ngram(num_drafts=5, min_ngram=1, verify="rejection"),
         DraftModel(num_drafts=5, layers=2, verify="rejection"),
         Mtp(num_drafts=5, head=tiny["mtp of llama3"], verify="rejection"),
+        Mtp(num_drafts=5, head=tiny["mtp of llama3"], verify="rejection", lookup=1, p_min=0.3),
         Eagle(num_drafts=5, head=tiny["eagle3 of llama3"], verify="rejection"),
     ):
         llm = make_llm(tiny["llama3"], speculation)
@@ -155,7 +157,7 @@ def test_rejection_at_temperature_0_is_plain(tiny: Models, plain: Callable[[str]
         assert_same(got, [plain("llama3")[i] for i in greedy])
 
 
-@pytest.mark.parametrize("scheme", ["ngram", "layers", "itself", "mtp", "chain", "eagle", "eagle3"])
+@pytest.mark.parametrize("scheme", ["ngram", "layers", "itself", "mtp", "mtp, lookup", "chain", "eagle", "eagle3"])
 def test_a_second_identical_request_has_the_same_acceptance(tiny: Models, scheme: str) -> None:
     llm = make_llm(tiny["llama3"], SCHEMES[scheme](tiny, 4, "llama3"))
     for temperature in (0.0, 1.0):
@@ -169,7 +171,7 @@ def test_a_second_identical_request_has_the_same_acceptance(tiny: Models, scheme
             assert first.stats.speculation.num_drafted > 0
 
 
-@pytest.mark.parametrize("scheme", ["mtp", "chain", "eagle", "eagle3"])
+@pytest.mark.parametrize("scheme", ["mtp", "mtp, lookup", "chain", "eagle", "eagle3"])
 def test_sixteen_at_once_have_the_acceptance_of_one_by_one(tiny: Models, scheme: str) -> None:
     llm = make_llm(tiny["llama3"], SCHEMES[scheme](tiny, 4, "llama3"))
     wanted = [SamplingParams(temperature=(0.0, 1.0)[i % 2], seed=i, max_tokens=20) for i in range(16)]

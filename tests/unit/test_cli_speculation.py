@@ -74,8 +74,8 @@ def plain_text(**params: Any) -> str:
         ({"scheme": "mtp"}, Mtp()),
         ({"head": "some/head"}, Mtp(head="some/head")),
         (
-            {"scheme": "mtp", "head": "some/head", "num_drafts": 3, "allow_mismatch": True},
-            Mtp(head="some/head", num_drafts=3, allow_mismatch=True),
+            {"scheme": "mtp", "head": "some/head", "num_drafts": 3, "p_min": 0.5, "lookup": 2, "allow_mismatch": True},
+            Mtp(head="some/head", num_drafts=3, p_min=0.5, lookup=2, allow_mismatch=True),
         ),
         ({"scheme": "eagle", "head": "some/head"}, Eagle(head="some/head")),
         (

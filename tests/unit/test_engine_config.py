@@ -72,6 +72,8 @@ def test_settings_that_cannot_work_are_refused_where_they_are_written(settings: 
 
 _DRAFTS = "num_drafts={}: must be an integer from 1 to 64"
 _THRESHOLD = "threshold={}: must be a number above 0 and at most 1"
+_P_MIN = "p_min={}: must be a number of at least 0 and below 1"
+_LOOKUP = "lookup={}: must be an integer from 0 to 32"
 _DECODE_ONLY = "decode_only_batches={}: must be true or false"
 _MAX_NGRAM = "max_ngram={}: must be an integer from 1 to 32"
 _MIN_NGRAM = "min_ngram={}: must be an integer from 1 to 32"
@@ -92,6 +94,8 @@ _LAYERS = "layers={}: must be an integer of at least 1"
         *[(DraftModel, {"layers": value}, _LAYERS) for value in ("2", 0, True)],
         *[(scheme, {"head": value}, _HEAD) for scheme in (Mtp, Eagle) for value in (5, "", Path("head"))],
         (Mtp, {"allow_mismatch": None}, "allow_mismatch={}: must be true or false"),
+        *[(Mtp, {"lookup": value}, _LOOKUP) for value in (None, "2", True, -1, 33)],
+        *[(scheme, {"p_min": value}, _P_MIN) for scheme in (Mtp, Eagle) for value in ("0", None, True, -0.1, 1.0)],
     ],
 )
 def test_a_schemes_setting_is_refused_with_its_name_its_value_and_what_is_allowed(

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -27,6 +29,7 @@ from pilotfish.speculation import NoProposer, find_head
 from pilotfish.speculation.heads import HeadProposer
 from pilotfish.speculation.ngram import NgramProposer
 from pilotfish.types import SamplingParams
+from plain_heads import deepseek_tensors, mimo_tensors
 
 
 @pytest.fixture
@@ -78,6 +81,41 @@ def test_auto_takes_the_head_in_the_models_folder(
     while engine.has_unfinished:
         engine.step()
     assert engine.stats.speculation.num_drafted > 0
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MiMoForCausalLM"])
+def test_auto_takes_the_mtp_layers_in_the_models_own_files(target: Path, architecture: str) -> None:
+    """DeepSeek's names behind a Llama, MiMo's behind a Qwen2 with MiMo's class."""
+    of_mimo = architecture == "MiMoForCausalLM"
+    config = replace(head_config(str(target), "mtp"), first_row=False, hidden_first=of_mimo)
+    tensors = dict(load_file(target / "model.safetensors"))
+    content = json.loads((target / "config.json").read_text())
+    content |= {"architectures": [architecture], "num_nextn_predict_layers": 1}
+    if of_mimo:
+        content |= {"attention_bias": True, "model_type": "mimo"}
+        shape = replace(config.shape, architecture="qwen2", attention_bias=True)
+        config = replace(config, shape=shape)
+        sizes = {"q": shape.num_q_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
+        for layer in range(content["num_hidden_layers"]):
+            for name, heads in sizes.items():
+                bias = torch.randn(heads * shape.head_dim)
+                tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = bias
+    weights = random_weights(config)
+    own = mimo_tensors(weights) if of_mimo else deepseek_tensors(weights, content["num_hidden_layers"])
+    save_file({name: x.contiguous() for name, x in (tensors | own).items()}, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps(content))
+
+    engine = load(target)
+    assert engine.config.speculation == Mtp(head=str(target))
+    assert model_info(ModelOptions(model=str(target)))["draft_head"] == str(target)
+    head: Any = engine.proposer._runner.head  # type: ignore[attr-defined]
+    assert head.config.hidden_first == of_mimo
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.stats.speculation.num_drafted > 0
+    separate = add_head(target / "head", target, "eagle")
+    assert load(target).config.speculation == Eagle(head=separate), "a folder of its own comes first"
 
 
 def test_what_all_schemes_have_is_passed_on(target: Path) -> None:

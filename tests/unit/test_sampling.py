@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pilotfish.errors import RequestError
 from pilotfish.ops.reference import TorchOps
-from pilotfish.sampling import LogitsRow, SamplerState, process_logits, sample, softmax_probs
+from pilotfish.sampling import LogitsRow, SamplerState, choose, process_logits, sample, softmax_probs
 from pilotfish.sampling.truncate import top_candidates, truncate_row
 from pilotfish.types import SamplingParams
 
@@ -316,6 +316,24 @@ def test_absurd_repetition_penalties_give_no_nan() -> None:
         params = params_of("plain", repetition_penalty=penalty, min_tokens=4, stop_token_ids=[5])
         processed = process_logits(random_logits(1, 100), [LogitsRow(state_of(params, 100))])
         assert not torch.isnan(processed).any()
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.5, 0.0, 0.25, 0.25, 0.0], [3.0], [0.0, 1e-30, 0.0]])
+def test_choose_gives_each_token_its_share_of_the_unit_interval(weights: list[float]) -> None:
+    grid = [(i + 0.5) / 1000 for i in range(1000)]
+    chosen = [choose(torch.tensor(weights), u) for u in (2.0**-33, *grid, 1 - 2.0**-24)]
+    assert chosen == sorted(chosen)
+    shares = [round(chosen[1:-1].count(token) / 1000, 2) for token in range(len(weights))]
+    assert shares == pytest.approx([weight / sum(weights) for weight in weights])
+
+
+def test_choose_never_gives_a_token_without_weight() -> None:
+    """The running sum of many weights may end below or above the number times the total."""
+    weights = torch.rand(50_000)
+    weights[-3:] = 0.0
+    assert choose(weights, 1.0) == 49_996 == choose(weights, 1.0 - 2.0**-53)
+    weights[0] = 0.0
+    assert choose(weights, 0.0) == 1
 
 
 def test_softmax_probs_is_one_hot_where_greedy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engines import HEADS, engine_with, one, params, plain, run, summary
@@ -101,6 +102,84 @@ def test_what_is_not_in_the_draft_vocabulary_is_never_proposed(scheme: str, num_
             assert stats.num_drafted > 10
             assert (stats.num_accepted == stats.num_drafted) == (num_tokens == VOCAB_SIZE)
             assert stats.num_accepted > 0 or num_tokens == 5
+
+
+@pytest.mark.parametrize("scheme", EXACT)
+def test_what_is_repeated_is_looked_up_and_the_head_goes_on_with_true_states(scheme: str) -> None:
+    """The head's runner checks every state that it reads, those of tokens that were looked up included."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    wanted = params(max_tokens=20, ignore_eos=True, logit_bias={5: 4.0})
+    engine = engine_with(scheme, 4, head={"lookup": 1})
+    proposer: Any = engine.proposer
+    by_head, looked_up = [], []
+    propose_by_head, look_up = proposer._head.propose, proposer._lookup.propose
+
+    def watched_head(rows: Any) -> Any:
+        by_head.append([row.max_drafts for row in rows])
+        return propose_by_head(rows)
+
+    def watched_lookup(rows: Any) -> Any:
+        proposal = look_up(rows)
+        looked_up.append([len(tokens) for tokens in proposal.tokens])
+        return proposal
+
+    proposer._head.propose, proposer._lookup.propose = watched_head, watched_lookup
+    for i, prompt in enumerate([[*text, *text, *text], [*text, 9], [3, 1]]):
+        engine.add_request(str(i), prompt, wanted)
+    outputs = run(engine)
+    for i, prompt in enumerate([[*text, *text, *text], [*text, 9], [3, 1]]):
+        assert summary(outputs[str(i)]) == summary(plain(prompt, wanted))
+    found = [n for step in looked_up for n in step]
+    left = [n for step in by_head for n in step]
+    assert all(n == 0 or m == 0 for n, m in zip(found, left, strict=True)), "one of the two proposes"
+    assert any(found) and any(left)
+
+
+@pytest.mark.parametrize("num_tokens", [20, VOCAB_SIZE])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_stops_behind_the_draft_that_makes_the_proposal_unlikely(temperature: float, num_tokens: int) -> None:
+    """The joint probability at temperature 1, up to and with a draft, decides whether another one follows."""
+    wanted = params(max_tokens=40, ignore_eos=True, temperature=temperature, seed=3)
+    lengths = []
+    for p_min in (0.0, 0.2, 0.5, 0.999):
+        engine = engine_with("head", 4, head={"num_tokens": num_tokens, "p_min": p_min})
+        seen = watch(engine)
+        assert summary(one(engine, [1, 2], wanted)) == summary(plain([1, 2], wanted))
+        assert len(seen) > 5
+        for chain in seen:
+            joint = np.cumprod([probability for _, probability in chain])
+            assert all(joint[:-1] >= p_min), "a draft behind an unlikely proposal"
+        free = seen[:-5]  # max_tokens leaves no room for four of the last ones
+        short = [chain for chain in free if len(chain) < 4]
+        assert all(np.prod([probability for _, probability in chain]) < p_min for chain in short)
+        lengths.append(np.mean([len(chain) for chain in free]))
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == 4 > lengths[2] > lengths[-1] == 1
+
+
+def watch(engine: Engine) -> list[list[tuple[int, float]]]:
+    """Of each proposal of the only sequence: the drafts, and what the head gave each of them."""
+    proposer: Any = engine.proposer
+    ids, choose, propose = proposer._target_ids, proposer._choose, proposer.propose
+    seen: list[list[tuple[int, float]]] = []
+
+    def watched_choose(logits: Any, places: Any) -> Any:
+        probs = logits.clone().softmax(dim=1)[0].tolist()
+        chosen, q = choose(logits, places)
+        index = chosen[0] if ids is None else ids.tolist().index(chosen[0])
+        seen[-1].append((chosen[0], probs[index]))
+        return chosen, q
+
+    def watched_propose(rows: Any) -> Any:
+        seen.append([])
+        proposal = propose(rows)
+        assert [token for token, _ in seen[-1]] == list(proposal.tokens[0])
+        if not seen[-1]:
+            seen.pop()
+        return proposal
+
+    proposer._choose, proposer.propose = watched_choose, watched_propose
+    return seen
 
 
 @pytest.mark.parametrize("max_len", [1, 5, 9, 16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,13 +47,8 @@ def _shape(architecture: str = "llama") -> ModelConfig:
 
 
 def _config(kind: str, architecture: str = "llama", **changes: Any) -> HeadConfig:
-    values: dict[str, Any] = {"draft_vocab_size": 40, **changes}
-    return HeadConfig(
-        kind=kind,  # type: ignore[arg-type]
-        shape=_shape(architecture),
-        target_hidden_size=HIDDEN,
-        **values,
-    )
+    values: dict[str, Any] = {"draft_vocab_size": 40, "shape": _shape(architecture), **changes}
+    return HeadConfig(kind=kind, target_hidden_size=HIDDEN, **values)  # type: ignore[arg-type]
 
 
 CONFIGS = {
@@ -60,6 +56,9 @@ CONFIGS = {
     "mtp-qwen2": _config("mtp", "qwen2"),
     "mtp-qwen3": _config("mtp", "qwen3"),
     "mtp-no-first-row": _config("mtp", first_row=False),
+    "chain of 2": _config("mtp", shape=replace(_shape(), num_layers=2)),
+    "chain of 3": _config("mtp", shape=replace(_shape(), num_layers=3), first_row=False),
+    "chain of all": _config("mtp", shape=replace(_shape(), num_layers=STEPS)),
     "eagle": _config("eagle", fc_bias=True),
     "eagle3": _config("eagle3", aux_layers=(1, 2), recycles="pre_norm", fc_norm=True, own_lm_head=True),
     "eagle3-one-state": _config("eagle3"),
@@ -112,7 +111,7 @@ def _engine_chain(head: DraftHead, sample: Sample, row: int, steps: int) -> list
     """Logits of the drafts from text row ``row``, as the engine computes them: true rows first, then its own chain."""
     shape, first = head.config.shape, 0 if head.config.first_row else 1
     kv = KVShape(
-        num_layers=1,
+        num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,
         num_q_heads=shape.num_q_heads,
         head_dim=shape.head_dim,
@@ -124,12 +123,20 @@ def _engine_chain(head: DraftHead, sample: Sample, row: int, steps: int) -> list
     features = head.fuse((sample.hidden if sample.aux is None else sample.aux)[:row])
     states = torch.cat([torch.zeros(1, features.shape[1]), features]) if head.config.first_row else features
     batch = paged_batch([tokens[first : row + 1]], PAGES, 16, [first])
-    out, states = head.forward(batch, states, attention.plan(batch))
-    logits = [head.logits(out[-1:])]
+    logits, last, kept = [], shape.num_layers - 1, []
+    for module in range(last + 1):
+        out, recycled = head.forward(batch, states, attention.plan(batch), module)
+        kept.append(recycled[-1:])
+        logits += [] if module else [head.logits(out[-1:])]
+        states = torch.cat([torch.zeros(1, HIDDEN), recycled[:-1]])
     for k in range(1, steps):
         batch = paged_batch([[tokens[row + k]]], PAGES, 16, [row + k])
-        out, states = head.forward(batch, states[-1:], attention.plan(batch))
-        logits.append(head.logits(out))
+        before, drafted = list(kept), False
+        for module in range(min(k, last), last + 1):
+            source = before[module - 1] if k <= last else before[last]
+            out, kept[module] = head.forward(batch, source, attention.plan(batch), module)
+            logits += [] if drafted else [head.logits(out)]
+            drafted = True
     return logits
 
 

@@ -143,11 +143,13 @@ def _engine_accuracy(head: Path, target: Path, capture: Path, indices: Iterable[
     return evaluate_capture(runner, CaptureReader([capture]), indices, num_steps, **limits)[OVERALL]
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3"])
-def test_a_head_learns_20_samples_by_heart(kind: str, target: Path, capture: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "modules"), [("mtp", 1), ("mtp", 2), ("eagle", 1), ("eagle3", 1)])
+def test_a_head_learns_20_samples_by_heart(
+    kind: str, modules: int, target: Path, capture: Path, tmp_path: Path
+) -> None:
     options = _options(
         kind=kind, epochs=180, learning_rate=2e-2, weight_decay=0.0, loss="lk", batch_tokens=400, validation=0.0,
-        train_lm_head=kind == "eagle3",
+        train_lm_head=kind == "eagle3", modules=modules,
     )  # fmt: skip
     result = _train(target, capture, tmp_path, options)
     assert result.complete
@@ -157,7 +159,7 @@ def test_a_head_learns_20_samples_by_heart(kind: str, target: Path, capture: Pat
     first, *others = _engine_accuracy(tmp_path, target, capture, range(NUM_SAMPLES), options.steps_ahead).by_step
     assert first >= 0.95 and min(others) >= 0.9
     config = HeadConfig.from_json(json.loads((tmp_path / "config.json").read_text()), "config.json")
-    assert config.kind == kind
+    assert (config.kind, config.num_modules) == (kind, modules)
     assert config.draft_vocab_size == 120
     assert config.aux_layers == (AUX_LAYERS if kind == "eagle3" else ())
     assert config.training["steps"] == result.num_steps
@@ -330,6 +332,15 @@ def _hits(model: Model, reader: CaptureReader, index: int) -> list[bool]:
     hidden = model.forward(batch, _attention(model.config).plan(batch))
     likely = model.logits(hidden[PROMPT - 1 :]).argmax(-1).tolist()
     return [a == b for a, b in zip(likely, tokens[PROMPT:], strict=True)]
+
+
+def test_chains_are_of_kind_mtp_and_no_longer_than_the_drafts_that_teach_them() -> None:
+    with pytest.raises(ConfigError, match="modules=2 and kind='eagle'"):
+        TrainOptions(kind="eagle", modules=2)
+    with pytest.raises(ConfigError, match="steps_ahead must be at least 4"):
+        TrainOptions(modules=4)
+    with pytest.raises(ConfigError, match="modules=0: must be at least 1"):
+        TrainOptions(modules=0)
 
 
 def test_layers_are_for_draft_llms() -> None:

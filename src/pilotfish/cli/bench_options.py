@@ -13,9 +13,11 @@ from pilotfish.cli.speculation import (
     AllowMismatchOption,
     DraftOption,
     HeadOption,
+    LookupOption,
     MaxNgramOption,
     MinNgramOption,
     NumDraftsOption,
+    PMinOption,
     ThresholdOption,
     VerifyOption,
     given_options,
@@ -56,6 +58,8 @@ class BenchOptions:
     head: HeadOption = None
     allow_mismatch: AllowMismatchOption = False
     num_drafts: NumDraftsOption = None
+    p_min: PMinOption = None
+    lookup: LookupOption = None
     verify: VerifyOption = None
     threshold: ThresholdOption = None
     max_ngram: MaxNgramOption = None
@@ -88,8 +92,8 @@ class BenchOptions:
 
     def speculation_options(self) -> dict[str, object]:
         """Options that belong to schemes, by name; None where not given."""
-        names = ("draft", "head", "allow_mismatch", "num_drafts", "verify", "threshold", "max_ngram", "min_ngram")
-        return given_options(self, names)
+        names = ("draft", "head", "allow_mismatch", "num_drafts", "p_min", "lookup", "verify", "threshold")
+        return given_options(self, (*names, "max_ngram", "min_ngram"))
 
     def engine_config(self, speculation: Speculation | None, max_model_len: int) -> EngineConfig:
         """Of one scheme's engine: rows and pages for the largest batch, and no prefix cache.

@@ -25,8 +25,8 @@ _OWN = {
     "auto": (),
     "draft": ("draft",),
     "ngram": ("max_ngram", "min_ngram"),
-    "mtp": ("head", "allow_mismatch"),
-    "eagle": ("head", "allow_mismatch"),
+    "mtp": ("head", "allow_mismatch", "p_min", "lookup"),
+    "eagle": ("head", "allow_mismatch", "p_min", "lookup"),
 }
 _HEADS: Mapping[str, type[HeadSpeculation]] = {"mtp": Mtp, "eagle": Eagle}
 _DEFAULTS = Ngram()
@@ -63,6 +63,25 @@ AllowMismatchOption = Annotated[
 ]
 NumDraftsOption = Annotated[
     int | None, Option(help="Most drafts a step.", show_default=str(_DEFAULTS.num_drafts), rich_help_panel=_PANEL)
+]
+PMinOption = Annotated[
+    float | None,
+    Option(
+        "--draft-p-min",
+        help="mtp, eagle: stop drafting where the head's joint probability of the drafts falls below this.",
+        show_default=str(Mtp().p_min),
+        rich_help_panel=_PANEL,
+    ),
+]
+LookupOption = Annotated[
+    int | None,
+    Option(
+        "--draft-lookup",
+        help="mtp, eagle: where the last so many tokens occurred before, propose what followed them instead of the "
+        "head's drafts; 0 never does.",
+        show_default=str(Mtp().lookup),
+        rich_help_panel=_PANEL,
+    ),
 ]
 VerifyOption = Annotated[
     str | None,
@@ -110,6 +129,8 @@ class SpeculationOptions:
     head: HeadOption = None
     allow_mismatch: AllowMismatchOption = False
     num_drafts: NumDraftsOption = None
+    p_min: PMinOption = None
+    lookup: LookupOption = None
     verify: VerifyOption = None
     threshold: ThresholdOption = None
     max_ngram: MaxNgramOption = None

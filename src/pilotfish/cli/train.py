@@ -54,6 +54,9 @@ class TrainCommand:
     train_lm_head: Annotated[
         bool, Option("--train-lm-head", help="Give the head an output layer of its own.", rich_help_panel=_HEAD)
     ] = False
+    modules: Annotated[
+        int, Option(help="mtp: modules in a chain, one for each token ahead.", rich_help_panel=_HEAD)
+    ] = 1
     steps_ahead: Annotated[int, Option(help="Drafts in a row to train for.", rich_help_panel=_LOSS)] = 3
     loss: Annotated[str, Option(help="On logits: kl or lk.", rich_help_panel=_LOSS)] = "kl"
     logits_weight: Annotated[float, Option(help="Of the loss on logits.", rich_help_panel=_LOSS)] = 1.0

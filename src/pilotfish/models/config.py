@@ -22,6 +22,7 @@ _CAUSAL_LM_CLASSES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MiMoForCausalLM": "qwen2",  # with MTP layers behind it
 }
 
 _DEFAULT_MAX_POSITIONS: Mapping[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}

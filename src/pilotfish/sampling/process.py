@@ -17,7 +17,7 @@ from torch import Tensor
 from pilotfish.sampling.state import LogitsRow
 from pilotfish.sampling.truncate import truncate_row
 
-__all__ = ["edit_row", "process_logits", "scale_row", "softmax_probs"]
+__all__ = ["choose", "edit_row", "process_logits", "scale_row", "softmax_probs"]
 
 _Row = NDArray[np.float32]
 
@@ -91,10 +91,22 @@ def softmax_probs(processed: Tensor, rows: Sequence[LogitsRow] | None = None) ->
 
     With ``rows``, a greedy row is one-hot at its argmax (the lowest id among equals).
     """
-    probs = torch.softmax(processed, dim=-1)
-    for i, row in enumerate(rows or ()):
-        if row.state.greedy:
-            top = int(np.argmax(processed[i].detach().cpu().numpy()))
-            probs[i].zero_()
-            probs[i, top] = 1.0
-    return probs
+    probs = np.empty(processed.shape, np.float32)
+    for i, values in enumerate(processed.detach().cpu().numpy()):
+        if rows is not None and rows[i].state.greedy:
+            probs[i] = 0.0
+            probs[i, np.argmax(values)] = 1.0
+            continue
+        # By numpy: torch would wake threads of its own for a row of this size, which compete with the kernels'.
+        np.subtract(values, values.max(), out=probs[i])
+        np.exp(probs[i], out=probs[i])
+        probs[i] /= probs[i].sum()
+    return torch.from_numpy(probs).to(processed.device)
+
+
+def choose(weights: Tensor, u: float) -> int:
+    """A token drawn in proportion to ``weights`` [V] by a number in (0, 1): the inverse of their running sum."""
+    values = weights.cpu().numpy()
+    sums = np.cumsum(values, dtype=np.float64)
+    token = int(np.searchsorted(sums, u * sums[-1], side="right"))
+    return min(token, int(np.flatnonzero(values)[-1]))  # where rounding reaches the end

@@ -8,13 +8,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pilotfish.config import Auto, Eagle, HeadSpeculation, Mtp, Speculation
+from pilotfish.config import Auto, Eagle, HeadSpeculation, Mtp, Ngram, Speculation
 from pilotfish.errors import CheckpointError, ConfigError
 from pilotfish.models.checkpoint import BUILT_IN_MODELS, Checkpoint
 from pilotfish.models.heads import DraftHead
 from pilotfish.runner import HeadRunner
 from pilotfish.speculation.base import HeadScheme, Proposer, SpeculationContext
 from pilotfish.speculation.heads import HeadProposer
+from pilotfish.speculation.lookup import LookupFirstProposer
+from pilotfish.speculation.ngram import NgramProposer
 
 __all__ = ["SHIPPED_HEADS", "find_head", "head_scheme", "load_own_head", "own_head_scheme", "shared_settings"]
 
@@ -27,9 +29,16 @@ _FOLDERS = ("head", "mtp")
 
 
 def find_head(checkpoint: Checkpoint, shipped: Path = SHIPPED_HEADS) -> Path | None:
-    """The folder of the model's own head: ``head`` or ``mtp`` beside its weights, else the one that ships for it."""
-    folder = checkpoint.source if checkpoint.source.is_dir() else checkpoint.source.parent
+    """The folder of the model's own head.
+
+    It is ``head`` or ``mtp`` beside its weights, else its own folder where MTP layers lie behind the model's, else the
+    one that ships for it.
+    """
+    is_folder = checkpoint.source.is_dir()
+    folder = checkpoint.source if is_folder else checkpoint.source.parent
     places = [folder / name for name in _FOLDERS]
+    if is_folder and checkpoint.config.num_mtp_layers:
+        places.append(folder)
     if checkpoint.name in BUILT_IN_MODELS:
         places.append(shipped / checkpoint.name)
     return next((place for place in places if (place / "config.json").is_file()), None)
@@ -88,6 +97,10 @@ def head_scheme(head: DraftHead, settings: HeadSpeculation, context: Speculation
     vocab_size = context.target.config.vocab_size
 
     def start(runner: HeadRunner) -> Proposer:
-        return HeadProposer(runner, vocab_size, with_probs=settings.verify == "rejection")
+        with_probs = settings.verify == "rejection"
+        proposer = HeadProposer(runner, vocab_size, with_probs=with_probs, p_min=settings.p_min)
+        if not settings.lookup:
+            return proposer
+        return LookupFirstProposer(NgramProposer(max(settings.lookup, Ngram().max_ngram), settings.lookup), proposer)
 
     return HeadScheme(head, start)

@@ -102,13 +102,15 @@ class HeadProposer:
         runner: of the head, over a KV pool with the target's page numbers.
         vocab_size: V, of the target.
         with_probs: give the distributions that drafts were drawn from.
+        p_min: see :class:`pilotfish.config.HeadSpeculation`.
     """
 
-    def __init__(self, runner: HeadRunner, vocab_size: int, *, with_probs: bool) -> None:
+    def __init__(self, runner: HeadRunner, vocab_size: int, *, with_probs: bool, p_min: float = 0.0) -> None:
         head = runner.head
         self._runner = runner
         self._vocab_size = vocab_size
         self._with_probs = with_probs
+        self._p_min = p_min
         self._num_modules = head.config.num_modules
         self._has_aux = bool(head.config.aux_layers)
         self._first_row = 0 if head.config.first_row else 1
@@ -140,20 +142,28 @@ class HeadProposer:
         logits = torch.from_numpy(np.stack([carry.logits for carry in carries if carry.logits is not None]))
         states = np.stack([carry.states for carry in carries])
         num_steps = max(limits)
+        joint = [1.0] * len(rows)
         for step in range(1, num_steps + 1):
+            scores = logits.numpy()
+            if self._p_min and self._target_ids is None:
+                scores = scores.copy()  # choosing may overwrite the logits
             chosen, q = self._choose(logits, [LogitsRow(rows[s].sampler, tuple(tokens[s])) for s in active])
             for i, s in enumerate(active):
                 tokens[s].append(chosen[i])
                 if q is not None:
                     probs[s].append(q[i])
-            kept = [i for i, s in enumerate(active) if len(tokens[s]) < limits[s]]
+                if self._p_min:
+                    joint[s] *= self._probability(scores[i], chosen[i])
+            # A draft that has been drawn stays, however unlikely: to drop it for what it is would bias rejection.
+            kept = [i for i, s in enumerate(active) if len(tokens[s]) < limits[s] and joint[s] >= self._p_min]
             active = [active[i] for i in kept]
-            if active:
-                segments = [
-                    Segment(rows[s].index, tokens[s][-1:], len(rows[s].token_ids) + step - 1, rows[s].pages, 1)
-                    for s in active
-                ]
-                logits, states = self._draft(segments, states[kept], step, num_steps)
+            if not active:
+                break
+            segments = [
+                Segment(rows[s].index, tokens[s][-1:], len(rows[s].token_ids) + step - 1, rows[s].pages, 1)
+                for s in active
+            ]
+            logits, states = self._draft(segments, states[kept], step, num_steps)
         return Proposal(tokens, [torch.stack(q) if q else None for q in probs])
 
     def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
@@ -189,6 +199,12 @@ class HeadProposer:
             full[:, self._target_ids] = logits.numpy()
             logits = torch.from_numpy(full)
         return draw(logits, places, self._runner.ops, with_probs=self._with_probs)
+
+    def _probability(self, scores: NDArray[np.float32], token: int) -> float:
+        """What the head gives a token of the target's ids, at temperature 1: softmax of ``scores`` [D]."""
+        index = token if self._target_ids is None else int(np.searchsorted(self._target_ids, token))
+        weights = np.exp(scores - scores.max())
+        return float(weights[index] / weights.sum())
 
     def _draft(self, segments: list[Segment], states: _Bits, step: int, num_steps: int) -> tuple[Tensor, _Bits]:
         """Compute the ``step``-th row beyond the last token.

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from pilotfish.config import LogprobsMode, Speculation
 from pilotfish.ops import Ops
-from pilotfish.ops.noise import STREAM_ACCEPTANCE, STREAM_RESIDUAL, STREAM_TOKEN, gumbel, uniform
+from pilotfish.ops.noise import STREAM_ACCEPTANCE, STREAM_RESIDUAL, uniform
 from pilotfish.sampling import (
     LogitsRow,
     SamplerState,
     Verdict,
     accept_chain,
+    choose,
     logprobs_of,
     noise_keys,
     process_logits,
@@ -77,7 +78,7 @@ def verify(
     """
     rows = [row for candidate in candidates for row in candidate.rows]
     if settings is not None and settings.verify == "rejection":
-        return _reject(logits, candidates, rows, logprobs_mode)
+        return _reject(logits, candidates, rows, ops, logprobs_mode)
     lossy = settings is not None and settings.verify == "threshold" and any(c.drafts for c in candidates)
     probs = softmax_probs(process_logits(logits.clone(), rows), rows) if lossy else None
     reported = logits.clone() if lossy and any(_wants_logprobs(c) for c in candidates) else None
@@ -101,25 +102,28 @@ def verify(
 
 
 def _reject(
-    logits: Tensor, candidates: Sequence[Candidate], rows: Sequence[LogitsRow], logprobs_mode: LogprobsMode
+    logits: Tensor, candidates: Sequence[Candidate], rows: Sequence[LogitsRow], ops: Ops, logprobs_mode: LogprobsMode
 ) -> list[Outcome]:
     reported = logits.clone() if any(_wants_logprobs(c) for c in candidates) else None
-    probs = softmax_probs(process_logits(logits, rows), rows)
+    processed = process_logits(logits, rows)
+    probs = softmax_probs(processed, rows)
     keys = noise_keys(rows)
-    uniforms = uniform(keys.seeds, keys.sample_indices, keys.positions, 1, stream=STREAM_ACCEPTANCE)[:, 0].tolist()
+    accepting, choosing = (
+        uniform(keys.seeds, keys.sample_indices, keys.positions, 1, stream=stream)[:, 0].tolist()
+        for stream in (STREAM_ACCEPTANCE, STREAM_RESIDUAL)
+    )
     outcomes = []
     for candidate, first, last in _spans(candidates):
-        verdict = reject_chain(candidate.drafts, probs[first:last], candidate.probs, uniforms[first:last])
+        verdict = reject_chain(candidate.drafts, probs[first:last], candidate.probs, accepting[first:last])
         at = first + verdict.num_accepted
         assert verdict.residual is not None
-        if candidate.sampler.greedy:
-            bonus = int(verdict.residual.argmax())
+        if verdict.num_accepted == len(candidate.drafts) and not candidate.sampler.greedy:
+            # Nothing was rejected: the token of plain decoding.
+            noise = noise_keys(rows[at : at + 1], processed.device)
+            one = torch.ones(1, dtype=torch.float32, device=processed.device)
+            bonus = int(ops.noise_argmax(processed[at : at + 1], one, noise)[0])
         else:
-            rejected = verdict.num_accepted < len(candidate.drafts)
-            key = slice(at, at + 1)
-            stream = STREAM_RESIDUAL if rejected else STREAM_TOKEN
-            noise = gumbel(keys.seeds[key], keys.sample_indices[key], keys.positions[key], logits.shape[1], stream)
-            bonus = int((torch.log(verdict.residual) + noise[0]).argmax())
+            bonus = choose(verdict.residual, choosing[at])
         tokens = _tokens(candidate, verdict, bonus)
         outcomes.append(_looked_up(candidate, tokens, reported, rows, first, logprobs_mode))
     return outcomes

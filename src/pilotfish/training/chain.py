@@ -29,18 +29,28 @@ LossMean = Literal["token", "sample"]
 def chain_outputs(head: DraftHead, batch: Batch) -> list[Tensor]:
     """What the head's logits are made of, in each step: [R, H] for each of the batch's steps.
 
-    The tokens that a chain embeds are the real ones: drafts that are wrong are never drafted upon.
+    The tokens that a chain embeds are the real ones: drafts that are wrong are never drafted upon. So module m's draft
+    from row j is its row j + m of the text, which reads module m - 1's row before it, down to the target's state. Only
+    behind the last module do chains read what they recycle themselves.
     """
     attention = ChainAttention(kv_shape(head.config.shape, page_size=1, dtype=batch.features.dtype))
     plan = attention.plan(batch.text)
-    out, states = head.forward(batch.text, _first_row_zeros(head, batch), plan)
-    outputs = [out.index_select(0, batch.rows)]
-    states = states.index_select(0, batch.rows)
-    chains = plan.chains(batch.rows)
-    for k in range(1, len(batch.steps)):
+    states = _first_row_zeros(head, batch)
+    rows, outputs = batch.rows, []
+    num_modules = min(head.config.num_modules, len(batch.steps))
+    for module in range(num_modules):
+        if module:
+            states = _moved_on(states, batch)
+            # A chain that runs over the end of its sample does not count there, as in ``Batch.chain_inputs``.
+            rows = (batch.rows + module).clamp(max=batch.text.num_tokens - 1)
+        out, states = head.forward(batch.text, states, plan, module)
+        outputs.append(out.index_select(0, rows))
+    states = states.index_select(0, rows)
+    chains = plan.chains(rows)
+    for k in range(num_modules, len(batch.steps)):
         token_ids, positions = batch.chain_inputs(k)
         step_batch = replace(batch.text, token_ids=token_ids, positions=positions)
-        out, states = head.forward(step_batch, states, chains.step(positions))
+        out, states = head.forward(step_batch, states, chains.step(positions), num_modules - 1)
         outputs.append(out)
     return outputs
 
@@ -51,6 +61,13 @@ def _first_row_zeros(head: DraftHead, batch: Batch) -> Tensor:
     if states is batch.features or not head.config.first_row:
         return states
     return states * (batch.text.positions != 0).unsqueeze(1).to(states.dtype)
+
+
+def _moved_on(states: Tensor, batch: Batch) -> Tensor:
+    """A module's states [T, H] as the next module reads them: those of the row before, zeros in a sample's first."""
+    keep = torch.ones(states.shape[0], 1, dtype=states.dtype)
+    keep[batch.text.query_start[:-1].long()] = 0
+    return states.roll(1, 0) * keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ class TrainOptions:
         layers: of the draft LLM; for no other kind.
         draft_vocab: D, tokens that the head can draft; 0: all. A draft LLM drafts all, and this is what its loss
             compares. None: 8,192 for heads (or the whole vocabulary if it is smaller), 0 for a draft LLM.
+        modules: MTP modules in a chain: module m drafts the m-th token ahead, the last one all behind it.
         steps_ahead: drafts in a row that a head is trained for.
         epochs: passes over the capture.
         max_steps: stop there, if that is earlier; the learning rate falls accordingly.
@@ -52,6 +53,7 @@ class TrainOptions:
     kind: TrainKind = "mtp"
     layers: int | None = None
     draft_vocab: int | None = None
+    modules: int = 1
     steps_ahead: int = 3
     epochs: int = 2
     max_steps: int | None = None
@@ -75,7 +77,7 @@ class TrainOptions:
         for name, kinds in _CHOICES.items():
             if getattr(self, name) not in get_args(kinds):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(kinds))}")
-        for name in ("steps_ahead", "epochs", "batch_tokens", "max_steps"):
+        for name in ("modules", "steps_ahead", "epochs", "batch_tokens", "max_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1")
@@ -89,6 +91,13 @@ class TrainOptions:
             raise ConfigError(
                 f"kind={self.kind!r} and layers={self.layers}: a draft LLM needs its number of layers, and no other "
                 "kind has one"
+            )
+        if self.modules > 1 and self.kind != "mtp":
+            raise ConfigError(f"modules={self.modules} and kind={self.kind!r}: only heads of kind mtp are chains")
+        if self.modules > self.steps_ahead:
+            raise ConfigError(
+                f"modules={self.modules} and steps_ahead={self.steps_ahead}: module m learns from the m-th draft, so "
+                f"steps_ahead must be at least {self.modules}"
             )
         if self.logits_weight == 0 and self.hidden_weight == 0:
             raise ConfigError("logits_weight=0 and hidden_weight=0: there is nothing to learn")

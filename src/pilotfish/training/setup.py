@@ -80,7 +80,7 @@ def _head_config(
     aux_layers = reader.aux_layers if options.kind == "eagle3" else ()
     return HeadConfig(
         kind=options.kind,
-        shape=replace(target, num_layers=1),
+        shape=replace(target, num_layers=options.modules),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size if token_ids is None else token_ids.shape[0],
         aux_layers=aux_layers,

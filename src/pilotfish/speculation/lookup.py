@@ -1,0 +1,40 @@
+"""Prompt lookup before a head: what the text itself repeats is proposed as it stands, else the head drafts.
+
+A head of one layer is poor at copying a long passage, and a copy costs no pass of it; where nothing is repeated, a
+lookup has nothing to say. The head follows every step, whoever proposed, so its KV stays true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from pilotfish.speculation.base import CommittedRow, DraftRow, Proposal, Proposer
+
+__all__ = ["LookupFirstProposer"]
+
+
+class LookupFirstProposer:
+    """See the module.
+
+    Args:
+        lookup: proposes what is repeated, without distributions.
+        head: proposes for the rows that are left.
+    """
+
+    def __init__(self, lookup: Proposer, head: Proposer) -> None:
+        self._lookup = lookup
+        self._head = head
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        found = self._lookup.propose(rows).tokens
+        left = [replace(row, max_drafts=0) if tokens else row for row, tokens in zip(rows, found, strict=True)]
+        drafted = self._head.propose(left)
+        tokens = [a or b for a, b in zip(found, drafted.tokens, strict=True)]
+        return Proposal(tokens, drafted.probs)
+
+    def observe(self, rows: Sequence[CommittedRow], features: Tensor) -> None:
+        self._lookup.observe(rows, features)
+        self._head.observe(rows, features)
