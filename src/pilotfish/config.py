@@ -149,8 +149,7 @@ class HeadSpeculation(Speculation):
             _check_name("head", self.head, "a folder or a Hugging Face id, or None for the model's own head")
         _check_bool("allow_mismatch", self.allow_mismatch)
         _check_integer("lookup", self.lookup, 0, MAX_NGRAM)
-        if isinstance(self.p_min, bool) or not isinstance(self.p_min, (int, float)) or not 0.0 <= self.p_min < 1.0:
-            raise ConfigError(f"p_min={self.p_min!r}: must be a number of at least 0 and below 1; 0 never stops early")
+        _check_least_probability("p_min", self.p_min)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +267,11 @@ def _check_integer(name: str, value: object, low: int, high: int | None = None) 
 def _check_fraction(name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 < value <= 1.0:
         raise ConfigError(f"{name}={value!r}: must be a number above 0 and at most 1")
+
+
+def _check_least_probability(name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0.0 <= value < 1.0:
+        raise ConfigError(f"{name}={value!r}: must be a number of at least 0 and below 1; 0 leaves nothing out")
 
 
 def _check_name(name: str, value: object, what: str) -> None:

@@ -308,3 +308,19 @@ def test_the_command(tmp_path: Path, target: Checkpoint, capsys: pytest.CaptureF
     assert "of kind mtp" in capsys.readouterr().err
     assert run_cli([*args, "--format", "deepseek-mtp", "--out", str(tmp_path / "new"), "--num-drafts", "0"]) == 2
     assert "num_drafts=0" in capsys.readouterr().err
+
+
+def test_the_command_reads_layer_ids_as_it_is_told(
+    tmp_path: Path, target: Checkpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = make_head(tmp_path / "head", head_config(target, aux_layers=(1, 2), recycles="pre_norm"))
+    args = ["--model", target.name, "--allow-mismatch", "--format"]
+    assert run_cli(["export", str(head), *args, "eagle3-vllm", "--out", str(tmp_path / "vllm")]) == 0
+    for convention, layers in ((None, [1, 2]), ("input", [1, 2]), ("output", [2, 3])):
+        out = tmp_path / f"own-{convention}"
+        told = [] if convention is None else ["--aux-convention", convention]
+        args_of_own = ["export", str(tmp_path / "vllm"), *args, "pilotfish", "--out", str(out), *told]
+        assert run_cli(args_of_own) == 0
+        assert contents(out)[0]["aux_layers"] == layers
+    assert run_cli(["export", str(head), *args, "pilotfish", "--out", str(out), "--aux-convention", "up"]) == 2
+    assert "aux_convention='up': must be input or output" in capsys.readouterr().err

@@ -235,11 +235,19 @@ def export(
     allow_mismatch: Annotated[
         bool, typer.Option("--allow-mismatch", help="Take a head of other weights or another chat template.")
     ] = False,
+    aux_convention: Annotated[
+        str | None,
+        typer.Option(
+            help="EAGLE-3: an auxiliary layer's id in the file counts the state that enters it (input) or leaves it "
+            "(output). Exported with --format pilotfish, a head says so itself.",
+            show_default="by the layout",
+        ),
+    ] = None,
 ) -> None:
     """Write a draft head in the layout of another engine, or say why it has none there."""
     from pilotfish.cli.export import run_export
 
-    run_export(head, model, format, out, num_drafts, allow_mismatch=allow_mismatch)
+    run_export(head, model, format, out, num_drafts, allow_mismatch=allow_mismatch, aux_convention=aux_convention)
 
 
 @app.command()

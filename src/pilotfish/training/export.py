@@ -20,7 +20,15 @@ from torch import Tensor
 from pilotfish.errors import ConfigError
 from pilotfish.models.checkpoint import BUILT_IN_MODELS, Checkpoint
 from pilotfish.models.config import Architecture
-from pilotfish.models.heads import HeadConfig, HeadKind, TargetStamp, open_head, save_head, target_stamp
+from pilotfish.models.heads import (
+    AuxConvention,
+    HeadConfig,
+    HeadKind,
+    TargetStamp,
+    open_head,
+    save_head,
+    target_stamp,
+)
 from pilotfish.training.export_readme import readme
 
 __all__ = ["ExportFormat", "Exported", "HeadTensors", "convert", "export_head"]
@@ -108,6 +116,7 @@ def export_head(
     *,
     num_drafts: int = 4,
     allow_mismatch: bool = False,
+    aux_convention: AuxConvention | None = None,
 ) -> tuple[str, ...]:
     """Read a head in any layout and write it in another.
 
@@ -118,6 +127,7 @@ def export_head(
         out: folder to write; must not hold anything.
         num_drafts: drafts a step that the folder recommends.
         allow_mismatch: of the target: see :func:`pilotfish.models.heads.load_head`.
+        aux_convention: how the file that is read counts layers: see there.
 
     Returns:
         What whoever serves it must know, sentence by sentence; also in the folder's ``README.md``.
@@ -130,7 +140,7 @@ def export_head(
         raise ConfigError(f"format={form!r}: must be one of {', '.join(get_args(ExportFormat))}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out={str(out)!r}: exists and is not an empty folder; choose another")
-    stored = open_head(name, checkpoint, allow_mismatch=allow_mismatch)
+    stored = open_head(name, checkpoint, allow_mismatch=allow_mismatch, aux_convention=aux_convention)
     target = checkpoint.tensors()
     embedding = target["model.embed_tokens.weight"]
     head = HeadTensors(
