@@ -125,7 +125,7 @@ def measure(ours: PilotfishRunner, scheme: str, batch: int, args: argparse.Names
 
 def recorded_runners(engine: Engine) -> list[RecordedRunner | RecordedHeadRunner]:
     """The target's runner and, where there is one, the draft's or head's."""
-    runners = [engine.runner, getattr(engine.proposer, "_runner", None)]
+    runners = [engine.runner, getattr(engine.proposer, "runner", getattr(engine.proposer, "_runner", None))]
     return [runner for runner in runners if isinstance(runner, (RecordedRunner, RecordedHeadRunner))]
 
 

@@ -141,7 +141,7 @@ class HeadSpeculation(Speculation):
     head: str | None = None
     allow_mismatch: bool = False
     p_min: float = 0.0
-    lookup: int = 0
+    lookup: int = 3
 
     def __post_init__(self) -> None:
         Speculation.__post_init__(self)

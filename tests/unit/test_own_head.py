@@ -27,6 +27,7 @@ from pilotfish.models.checkpoint import Checkpoint, resolve_model
 from pilotfish.models.heads import HeadKind
 from pilotfish.speculation import NoProposer, find_head
 from pilotfish.speculation.heads import HeadProposer
+from pilotfish.speculation.lookup import LookupFirstProposer
 from pilotfish.speculation.ngram import NgramProposer
 from pilotfish.types import SamplingParams
 from plain_heads import deepseek_tensors, mimo_tensors
@@ -75,7 +76,7 @@ def test_auto_takes_the_head_in_the_models_folder(
     with caplog.at_level(logging.INFO, "pilotfish"):
         engine = load(target)
     assert engine.config.speculation == (Mtp(head=folder) if kind == "mtp" else Eagle(head=folder))
-    assert isinstance(engine.proposer, HeadProposer) and engine.scheduler.draft_has_kv
+    assert isinstance(engine.proposer, LookupFirstProposer) and engine.scheduler.draft_has_kv
     assert f"the model's own head, {folder}" in caplog.text
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
     while engine.has_unfinished:
@@ -108,7 +109,7 @@ def test_auto_takes_the_mtp_layers_in_the_models_own_files(target: Path, archite
     engine = load(target)
     assert engine.config.speculation == Mtp(head=str(target))
     assert model_info(ModelOptions(model=str(target)))["draft_head"] == str(target)
-    head: Any = engine.proposer._runner.head  # type: ignore[attr-defined]
+    head: Any = engine.proposer.runner.head  # type: ignore[attr-defined]
     assert head.config.hidden_first == of_mimo
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
     while engine.has_unfinished:
@@ -149,7 +150,7 @@ def test_a_head_that_is_named_must_fit_unless_a_mismatch_is_allowed(
     edit_config(folder, embedding_sha256="0" * 64)
     with pytest.raises(CheckpointError, match="embedding_sha256"):
         load(target, speculation=Mtp(head=folder))
-    engine = load(target, speculation=Mtp(head=folder, allow_mismatch=True))
+    engine = load(target, speculation=Mtp(head=folder, allow_mismatch=True, lookup=0))
     assert isinstance(engine.proposer, HeadProposer) and "embedding_sha256" in caplog.text
     edit_config(folder, hidden_size=49)
     with pytest.raises(CheckpointError, match="hidden_size"):
@@ -199,7 +200,7 @@ def test_the_heads_pool_counts_in_the_memory_of_pages(target: Path, tmp_path: Pa
     assert load(target, speculation=None, kv_cache_memory=60 * layer).pool.num_pages == 20
     engine = load(target, speculation=Mtp(head=chain), kv_cache_memory=60 * layer)
     assert engine.pool.num_pages == 12
-    assert engine.proposer._runner.num_pages == 12  # type: ignore[attr-defined]
+    assert engine.proposer.runner.num_pages == 12  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("value", ["automatic", "", Mtp, 3, {"scheme": "mtp"}])

@@ -153,7 +153,13 @@ def _load(model: str, command: EvaluateCommand, max_model_len: int, reader: Capt
             kind = open_head(head, checkpoint, allow_mismatch=command.allow_mismatch).config.kind
             max_model_len = min(max_model_len, checkpoint.config.max_position_embeddings)
         scheme = Mtp if kind == "mtp" else Eagle
-        settings = scheme(head=str(head), num_drafts=command.num_drafts, allow_mismatch=command.allow_mismatch)
+        settings = scheme(
+            head=str(head),
+            num_drafts=command.num_drafts,
+            allow_mismatch=command.allow_mismatch,
+            p_min=0.0,
+            lookup=0,  # figures are of the head alone
+        )
         return load_engine(model, command.engine_config(max_model_len, settings), progress=progress)
 
 

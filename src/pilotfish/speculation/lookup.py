@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from pilotfish.runner import HeadRunner
 from pilotfish.speculation.base import CommittedRow, DraftRow, Proposal, Proposer
+from pilotfish.speculation.heads import HeadProposer
 
 __all__ = ["LookupFirstProposer"]
 
@@ -24,9 +26,14 @@ class LookupFirstProposer:
         head: proposes for the rows that are left.
     """
 
-    def __init__(self, lookup: Proposer, head: Proposer) -> None:
+    def __init__(self, lookup: Proposer, head: HeadProposer) -> None:
         self._lookup = lookup
         self._head = head
+
+    @property
+    def runner(self) -> HeadRunner:
+        """The head's, see :attr:`pilotfish.speculation.heads.HeadProposer.runner`."""
+        return self._head.runner
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         found = self._lookup.propose(rows).tokens
