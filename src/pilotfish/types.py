@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from pilotfish.errors import RequestError
@@ -299,10 +300,16 @@ class RequestStats:
         return (self.first_token_time - self.arrival_time) * 1e3
 
     @property
+    def arrivals_ms(self) -> list[float]:
+        """Times between successive arrivals of tokens, in milliseconds. Tokens of one step arrive together."""
+        times = sorted(set(self.token_times))
+        return [(b - a) * 1e3 for a, b in pairwise(times)]
+
+    @property
     def itl_ms_p50(self) -> float | None:
-        """Median time between tokens, in milliseconds; None below two tokens."""
-        gaps = sorted(b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False))
-        return gaps[len(gaps) // 2] * 1e3 if gaps else None
+        """Median of :attr:`arrivals_ms`; None below two arrivals."""
+        gaps = sorted(self.arrivals_ms)
+        return gaps[len(gaps) // 2] if gaps else None
 
     @property
     def tokens_per_second(self) -> float | None:

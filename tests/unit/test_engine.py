@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,8 @@ def test_statistics_count_what_requests_received() -> None:
     stats = output.stats
     assert stats.num_steps == 5 and len(stats.token_times) == 5
     assert stats.ttft_ms is not None and stats.itl_ms_p50 is not None and stats.ttft_ms >= 0
+    together = replace(stats, token_times=[1.0, 1.0, 1.0, 1.5, 1.5, 1.5, 1.75])
+    assert (together.arrivals_ms, together.itl_ms_p50) == ([500.0, 250.0], 500.0), "tokens of a step arrive together"
     entry = output.outputs[0].logprobs
     assert entry is not None
     assert all(token in position for token, position in zip(output.outputs[0].token_ids, entry, strict=True))

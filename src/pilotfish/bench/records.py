@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from pilotfish.types import RequestOutput
@@ -52,14 +51,13 @@ class Measured:
     def of(cls, question_id: str | int, output: RequestOutput, identical: bool | None) -> Measured:
         """From a request's output, which has one completion."""
         stats, speculation = output.stats, output.stats.speculation
-        times = sorted(set(stats.token_times))
         return cls(
             question_id=question_id,
             num_prompt_tokens=len(output.prompt_token_ids),
             num_tokens=len(output.outputs[0].token_ids),
             num_steps=stats.num_steps,
             ttft_ms=round(stats.ttft_ms or 0.0, 3),
-            arrivals_ms=[round((b - a) * 1e3, 3) for a, b in pairwise(times)],
+            arrivals_ms=[round(gap, 3) for gap in stats.arrivals_ms],
             num_draft_steps=speculation.num_steps,
             num_draft_tokens=speculation.num_emitted,
             num_drafted=speculation.num_drafted,
