@@ -58,6 +58,7 @@ class Speculation:
     """
 
     scheme: ClassVar[str] = ""
+    _least_drafts: ClassVar[int] = 1
 
     num_drafts: int = 4
     verify: VerifyRule = "coupled"
@@ -65,7 +66,7 @@ class Speculation:
     decode_only_batches: bool = False
 
     def __post_init__(self) -> None:
-        _check_integer("num_drafts", self.num_drafts, 1, MAX_NUM_DRAFTS)
+        _check_integer("num_drafts", self.num_drafts, self._least_drafts, MAX_NUM_DRAFTS)
         _check_choice("verify", self.verify, VerifyRule)
         _check_fraction("threshold", self.threshold)
         _check_bool("decode_only_batches", self.decode_only_batches)
@@ -140,8 +141,9 @@ class HeadSpeculation(Speculation):
 
     head: str | None = None
     allow_mismatch: bool = False
-    p_min: float = 0.0
-    lookup: int = 3
+    num_drafts: int = 6
+    p_min: float = 0.15
+    lookup: int = 2
 
     def __post_init__(self) -> None:
         Speculation.__post_init__(self)
@@ -168,9 +170,16 @@ class Eagle(HeadSpeculation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto(Speculation):
-    """The model's own head if one ships with the package or lies in the model's folder, else :class:`Ngram`."""
+    """The model's own head if one ships with the package or lies in the model's folder, else :class:`Ngram`.
+
+    Attributes:
+        num_drafts: 0: as many as the scheme that is taken proposes by itself.
+    """
 
     scheme: ClassVar[str] = "auto"
+    _least_drafts: ClassVar[int] = 0
+
+    num_drafts: int = 0
 
 
 SpeculationChoice = Speculation | Literal["auto"] | None

@@ -62,7 +62,12 @@ AllowMismatchOption = Annotated[
     ),
 ]
 NumDraftsOption = Annotated[
-    int | None, Option(help="Most drafts a step.", show_default=str(_DEFAULTS.num_drafts), rich_help_panel=_PANEL)
+    int | None,
+    Option(
+        help="Most drafts a step.",
+        show_default=f"{Mtp().num_drafts}; ngram, draft: {_DEFAULTS.num_drafts}",
+        rich_help_panel=_PANEL,
+    ),
 ]
 PMinOption = Annotated[
     float | None,

@@ -44,9 +44,12 @@ def find_head(checkpoint: Checkpoint, shipped: Path = SHIPPED_HEADS) -> Path | N
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def shared_settings(settings: Speculation) -> dict[str, Any]:
-    """The settings that all schemes have."""
-    return {field.name: getattr(settings, field.name) for field in fields(Speculation)}
+def shared_settings(auto: Auto) -> dict[str, Any]:
+    """What ``auto`` says of the settings that all schemes have."""
+    given = {field.name: getattr(auto, field.name) for field in fields(Speculation)}
+    if not auto.num_drafts:
+        del given["num_drafts"]
+    return given
 
 
 def load_own_head(auto: Auto, context: SpeculationContext) -> tuple[HeadSpeculation, HeadScheme] | None:
