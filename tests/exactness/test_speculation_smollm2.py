@@ -78,11 +78,11 @@ SCHEMES: Mapping[str, Callable[[Mapping[str, str]], Speculation]] = {
     "layers": lambda drafts: DraftModel(num_drafts=8, layers=12),
     "random": lambda drafts: DraftModel(num_drafts=8, model=drafts["random"]),
     "itself": lambda drafts: DraftModel(num_drafts=8, model=MODEL),
-    "random head": lambda drafts: Mtp(num_drafts=8, head=drafts["random head"], lookup=0),
-    "mtp": lambda drafts: Mtp(num_drafts=8, head=drafts["mtp"], lookup=0),
-    "chain": lambda drafts: Mtp(num_drafts=8, head=drafts["chain"], lookup=0),
-    "eagle": lambda drafts: Eagle(num_drafts=8, head=drafts["eagle"], lookup=0),
-    "eagle3": lambda drafts: Eagle(num_drafts=8, head=drafts["eagle3"], lookup=0),
+    "random head": lambda drafts: Mtp(num_drafts=8, head=drafts["random head"], lookup=0, p_min=0.0),
+    "mtp": lambda drafts: Mtp(num_drafts=8, head=drafts["mtp"], lookup=0, p_min=0.0),
+    "chain": lambda drafts: Mtp(num_drafts=8, head=drafts["chain"], lookup=0, p_min=0.0),
+    "eagle": lambda drafts: Eagle(num_drafts=8, head=drafts["eagle"], lookup=0, p_min=0.0),
+    "eagle3": lambda drafts: Eagle(num_drafts=8, head=drafts["eagle3"], lookup=0, p_min=0.0),
 }
 
 

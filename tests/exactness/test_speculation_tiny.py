@@ -72,12 +72,12 @@ SCHEMES: Mapping[str, Callable[[Models, int, str], Speculation]] = {
     "layers": lambda tiny, k, kind: DraftModel(num_drafts=k, layers=2),
     "other": lambda tiny, k, kind: DraftModel(num_drafts=k, model=tiny["other"]),
     "itself": lambda tiny, k, kind: DraftModel(num_drafts=k, model=tiny[kind]),
-    "random head": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny["random head"], lookup=0),
-    "mtp": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny[f"mtp of {kind}"], lookup=0),
+    "random head": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny["random head"], lookup=0, p_min=0.0),
+    "mtp": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny[f"mtp of {kind}"], lookup=0, p_min=0.0),
     "mtp, lookup": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny[f"mtp of {kind}"], lookup=2, p_min=0.3),
-    "chain": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny[f"chain of {kind}"], lookup=0),
-    "eagle": lambda tiny, k, kind: Eagle(num_drafts=k, head=tiny[f"eagle of {kind}"], lookup=0),
-    "eagle3": lambda tiny, k, kind: Eagle(num_drafts=k, head=tiny[f"eagle3 of {kind}"], lookup=0),
+    "chain": lambda tiny, k, kind: Mtp(num_drafts=k, head=tiny[f"chain of {kind}"], lookup=0, p_min=0.0),
+    "eagle": lambda tiny, k, kind: Eagle(num_drafts=k, head=tiny[f"eagle of {kind}"], lookup=0, p_min=0.0),
+    "eagle3": lambda tiny, k, kind: Eagle(num_drafts=k, head=tiny[f"eagle3 of {kind}"], lookup=0, p_min=0.0),
 }
 GUESSING = ["other", "random head", "eagle3"]
 """Those that know nothing of the target."""
@@ -148,9 +148,9 @@ def test_rejection_at_temperature_0_is_plain(tiny: Models, plain: Callable[[str]
     for speculation in (
         Ngram(num_drafts=5, min_ngram=1, verify="rejection"),
         DraftModel(num_drafts=5, layers=2, verify="rejection"),
-        Mtp(num_drafts=5, head=tiny["mtp of llama3"], verify="rejection", lookup=0),
+        Mtp(num_drafts=5, head=tiny["mtp of llama3"], verify="rejection", lookup=0, p_min=0.0),
         Mtp(num_drafts=5, head=tiny["mtp of llama3"], verify="rejection", lookup=1, p_min=0.3),
-        Eagle(num_drafts=5, head=tiny["eagle3 of llama3"], verify="rejection", lookup=0),
+        Eagle(num_drafts=5, head=tiny["eagle3 of llama3"], verify="rejection", lookup=0, p_min=0.0),
     ):
         llm = make_llm(tiny["llama3"], speculation)
         got = llm.generate([PROMPTS[i] for i in greedy], [PARAMS[i] for i in greedy])
@@ -206,7 +206,7 @@ def test_an_oracle_head_is_always_accepted(tiny: Models, backend: str, num_modul
         elif name.count(".") == 3 and name.endswith(".norm.weight"):
             weight.copy_(tensors["model.norm.weight"])
     head = write_head(tmp_path / "head", config, weights)
-    llm = make_llm(str(target), Mtp(num_drafts=5, head=head, lookup=0), backend=backend)
+    llm = make_llm(str(target), Mtp(num_drafts=5, head=head, lookup=0, p_min=0.0), backend=backend)
     for temperature in (0.0, 1.0):
         wanted = SamplingParams(temperature=temperature, seed=1, max_tokens=25, ignore_eos=True)
         for output in llm.generate(PROMPTS[:6], wanted):

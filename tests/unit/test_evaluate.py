@@ -145,7 +145,8 @@ def test_offline_hits_are_what_the_engine_accepts(
     runner = head_runner(head, folder, **LIMITS)
     found = {h.index: h for h in sample_hits(runner, reader, range(len(reader)), num_drafts, **LIMITS)}
     scheme = Mtp if CASES[case]["kind"] == "mtp" else Eagle
-    llm = LLM(folder, **SETTINGS, speculation=scheme(head=str(head), num_drafts=num_drafts))  # type: ignore[arg-type]
+    alone = scheme(head=str(head), num_drafts=num_drafts, p_min=0.0, lookup=0)
+    llm = LLM(folder, **SETTINGS, speculation=alone)  # type: ignore[arg-type]
     total = Counter[str]()
     for index in range(len(reader)):
         prompt = [int(t) for t in reader.token_ids(index)[reader.loss_mask(index) == 0]]
