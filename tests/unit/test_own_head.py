@@ -25,7 +25,7 @@ from pilotfish.engine import Engine, load_engine
 from pilotfish.errors import CheckpointError, ConfigError
 from pilotfish.models.checkpoint import Checkpoint, resolve_model
 from pilotfish.models.heads import HeadKind
-from pilotfish.speculation import NoProposer, find_head
+from pilotfish.speculation import DraftRow, NoProposer, find_head
 from pilotfish.speculation.heads import HeadProposer
 from pilotfish.speculation.lookup import LookupFirstProposer
 from pilotfish.speculation.ngram import NgramProposer
@@ -201,6 +201,19 @@ def test_the_heads_pool_counts_in_the_memory_of_pages(target: Path, tmp_path: Pa
     engine = load(target, speculation=Mtp(head=chain), kv_cache_memory=60 * layer)
     assert engine.pool.num_pages == 12
     assert engine.proposer.runner.num_pages == 12  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lookup", [1, 3, 6])
+def test_runs_of_the_length_that_is_asked_for_are_looked_up(lookup: int, target: Path) -> None:
+    folder = add_head(target / "head", target)
+    engine = load(target, speculation=Mtp(head=folder, lookup=lookup, num_drafts=3))
+    tokens = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6]
+    for run in (lookup - 1, lookup):
+        end = len(tokens) - 6 + run
+        text = [*tokens[:7], 9, *tokens[7:end]]  # its last `run` tokens occurred before
+        row = DraftRow(0, text, [], None, 3)  # type: ignore[arg-type]
+        found = engine.proposer._lookup.propose([row]).tokens[0]  # type: ignore[attr-defined]
+        assert found == ([] if run < lookup else text[run:][:3])
 
 
 @pytest.mark.parametrize("value", ["automatic", "", Mtp, 3, {"scheme": "mtp"}])

@@ -33,6 +33,7 @@ from pilotfish.training import validate
 from pilotfish.training.data import split_validation
 from pilotfish.training.evaluate import OVERALL, Accuracy, evaluate_capture, evaluation_runner
 from pilotfish.training.options import TrainOptions
+from pilotfish.training.setup import prepare
 from pilotfish.training.state import LOG_FILE
 from pilotfish.training.store import CaptureReader, CaptureWriter, Manifest, Sample
 from pilotfish.training.train import Report, train
@@ -375,11 +376,36 @@ def compare_and_save(self):
     save(self)
 loop._Run.save = compare_and_save
 with World.join() as world:
+    tensors = [torch.zeros(2, 3, requires_grad=True), torch.zeros(1, requires_grad=True)]
+    tensors[0].grad = torch.full((2, 3), float(1 + 2 * world.rank))
+    assert world.average_gradients(tensors, stop=world.rank == 1)
+    assert torch.equal(tensors[0].grad, torch.full((2, 3), 2.0)) and not tensors[1].grad.any()
     reader = CaptureReader([Path({capture!r})])
     result = loop.train(resolve_model({target!r}), reader, options, Path({out!r}), world=world)
 assert result.complete
 assert (result.validation is None) == (world.rank > 0)
 """
+
+
+@pytest.mark.parametrize("clip", [1e-12, 1.0])
+def test_gradients_are_clipped_and_matrices_decay(clip: float, target: Path, capture: Path, tmp_path: Path) -> None:
+    """A gradient that is clipped to next to nothing leaves weight decay alone at work."""
+    options = _options(max_steps=1, epochs=1, learning_rate=1e-2, warmup=0.0, weight_decay=0.5, clip=clip)
+    checkpoint, reader = resolve_model(str(target)), CaptureReader([capture])
+    before = prepare(checkpoint, reader, options).parameters
+    _train(target, capture, tmp_path, options)
+    after = load_file(tmp_path / "model.safetensors")
+    for name, start in before.items():
+        decayed = start.detach() * (1 - 1e-2 * 0.5 if start.ndim > 1 else 1.0)
+        moved = (after[name].float() - decayed.to(torch.bfloat16).float()).abs().max()
+        assert (moved <= 1e-4) == (clip < 1.0), name
+
+
+def test_no_sample_is_both_learnt_and_validated_with() -> None:
+    for count, fraction in ((20, 0.1), (7, 0.5), (3, 0.0)):
+        train_on, held_out = split_validation(count, fraction, seed=3)
+        assert sorted([*train_on, *held_out]) == list(range(count))
+        assert (len(held_out) > 0) == (fraction > 0)
 
 
 def test_two_processes_share_the_batches_and_end_with_the_same_head(
