@@ -178,6 +178,7 @@ def make_engine(
     draft: dict[str, Any] | None = None,
     make_proposer: Callable[[EngineConfig, int], Proposer] | None = None,
     runner_class: type[PageCheckingRunner] | None = None,
+    tokenizer: Any = None,
     **settings: Any,
 ) -> Engine:
     """An engine over :class:`PageCheckingRunner`.
@@ -191,6 +192,7 @@ def make_engine(
             :class:`PageCheckingRunner` (none: equal to the target), ``num_tokens`` and ``max_len`` as of the proposer.
         make_proposer: makes a scheme that keeps KV in the pages, given settings and number of pages.
         runner_class: of the target, with the arguments of :class:`PageCheckingRunner`, which is what None is.
+        tokenizer: None: a :class:`LetterTokenizer`.
         **settings: fields of :class:`EngineConfig`.
     """
     config = EngineConfig(**_DEFAULTS | settings, page_size=page_size, kv_cache_memory=1, threads=1)
@@ -202,7 +204,7 @@ def make_engine(
     return Engine(
         config=config,
         model_config=tiny_model_config(),
-        tokenizer=LetterTokenizer(),  # type: ignore[arg-type]
+        tokenizer=tokenizer or LetterTokenizer(),
         runner=runner,
         pool=PagePool(num_pages, page_size, enable_prefix_caching=config.enable_prefix_caching),
         proposer=proposer or NoProposer(),

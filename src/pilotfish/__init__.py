@@ -29,6 +29,7 @@ from pilotfish.types import (
     RequestStats,
     SamplingParams,
     SpeculationStats,
+    StructuredOutputs,
 )
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ __all__ = [
     "SamplingParams",
     "SpeculationStats",
     "StreamPiece",
+    "StructuredOutputs",
     "UnsupportedModelError",
 ]
 

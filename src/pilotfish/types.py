@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from pilotfish.errors import RequestError
 
@@ -22,6 +22,7 @@ __all__ = [
     "RequestStats",
     "SamplingParams",
     "SpeculationStats",
+    "StructuredOutputs",
 ]
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -34,11 +35,62 @@ MAX_N = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What the output of a request must look like. Exactly one field is set.
+
+    Attributes:
+        json: a JSON schema, as an object or as JSON text.
+        json_object: any JSON object.
+        regex: a regular expression (Rust's syntax, no look-around) that the whole output matches.
+        choice: the output is one of these strings.
+        grammar: a context-free grammar in llguidance's variant of Lark.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        name = "structured_outputs"
+        if not isinstance(self.json_object, bool):
+            raise RequestError(f"{name}.json_object={self.json_object!r}: must be true or false", name)
+        kinds = self._kinds
+        if len(kinds) != 1:
+            allowed = ", ".join(field.name for field in fields(self))
+            raise RequestError(f"{name} has {' and '.join(kinds) or 'nothing'}: set exactly one of {allowed}", name)
+        if self.json is not None and not isinstance(self.json, (str, Mapping)):
+            raise RequestError(f"{name}.json={self.json!r}: must be a JSON schema, an object or JSON text", name)
+        for kind in ("regex", "grammar"):
+            value = getattr(self, kind)
+            if value is not None and not (isinstance(value, str) and value):
+                raise RequestError(f"{name}.{kind}={value!r}: must be a string that is not empty", name)
+        choice: object = self.choice
+        if choice is not None:
+            is_list = isinstance(choice, Sequence) and not isinstance(choice, (str, bytes)) and len(choice) > 0
+            texts = choice if isinstance(choice, Sequence) and is_list else [choice]
+            wrong = [text for text in texts if not is_list or not isinstance(text, str) or not text]
+            if wrong:
+                raise RequestError(f"{name}.choice has {wrong[0]!r}: must be a list of strings, none empty", name)
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        return self._kinds[0]
+
+    @property
+    def _kinds(self) -> list[str]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return [name for name, value in values.items() if value is not None and value is not False]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
 
-    Logits of a position are processed in this order: ``min_tokens`` mask, ``logit_bias``, penalties, ``temperature``,
-    ``min_p``, ``top_k``, ``top_p``; then one token is drawn.
+    Logits of a position are processed in this order: the mask of ``structured_outputs``, ``min_tokens`` mask,
+    ``logit_bias``, penalties, ``temperature``, ``min_p``, ``top_k``, ``top_p``; then one token is drawn.
 
     Attributes:
         n: completions per prompt. Each has its own noise, derived from the seed and its index.
@@ -61,6 +113,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         speculate: let the engine's speculation scheme propose drafts for this request.
         num_drafts: at most so many drafts a step for this request. None: as many as the engine proposes.
+        structured_outputs: what the output must look like. EOS ends it where it is complete, and only there:
+            ``ignore_eos`` and ``min_tokens`` keep EOS out as long as the grammar allows anything else.
     """
 
     n: int = 1
@@ -83,6 +137,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     speculate: bool = True
     num_drafts: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -105,6 +160,9 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.num_drafts is not None:
             _check_int("num_drafts", self.num_drafts, 0, None, hint="0 proposes none")
+        structured = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputs):
+            raise RequestError(f"structured_outputs={structured!r}: must be StructuredOutputs", "structured_outputs")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "speculate"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r}: must be true or false", name)
@@ -341,7 +399,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its completions; ``error`` is set when the request could not be served."""
+    """A request and its completions; ``error`` is set when the request could not be served, or not to its end."""
 
     request_id: str
     prompt: str | None

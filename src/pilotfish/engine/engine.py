@@ -16,13 +16,21 @@ from pilotfish.config import EngineConfig
 from pilotfish.engine.request import Completion, Request
 from pilotfish.engine.scheduler import Row, ScheduledRow, Scheduler
 from pilotfish.errors import RequestError
+from pilotfish.grammar import Grammar, GrammarCompiler
 from pilotfish.kv import PagePool
 from pilotfish.models import ModelConfig
 from pilotfish.runner import Runner, Segment
 from pilotfish.sampling import SamplerState
 from pilotfish.speculation import Candidate, CommittedRow, DraftRow, Outcome, Proposal, Proposer, verify
 from pilotfish.text import Detokenizer, StopStringMatcher, Tokenizer
-from pilotfish.types import CompletionOutput, RequestOutput, RequestStats, SamplingParams, SpeculationStats
+from pilotfish.types import (
+    CompletionOutput,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    SpeculationStats,
+    StructuredOutputs,
+)
 
 __all__ = ["Engine", "EngineStats"]
 
@@ -99,6 +107,7 @@ class Engine:
             draft_has_kv=draft_has_kv,
             decode_only_drafts=self._settings is not None and self._settings.decode_only_batches,
         )
+        self._grammars = GrammarCompiler(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
         self._clock = clock
         self._seeds = random.Random(config.seed)
         self._num_arrivals = 0
@@ -109,6 +118,14 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether :meth:`step` has anything to do."""
         return bool(self._requests)
+
+    def compile_structured_outputs(self, structured: StructuredOutputs) -> None:
+        """Compile what a request asks for, so that :meth:`add_request` finds it done. Any thread may call this.
+
+        Raises:
+            RequestError: it is invalid, or uses what is not supported.
+        """
+        self._grammars.compile(structured)
 
     def add_request(
         self,
@@ -129,11 +146,13 @@ class Engine:
             RequestError: it cannot be served. Nothing has changed then.
         """
         prompt_ids = self._check_request(request_id, prompt_token_ids, params)
+        structured = params.structured_outputs
+        grammar = None if structured is None else self._grammars.compile(structured)
         stats = RequestStats(arrival_time=self._clock(), speculation=self._speculation_stats())
         output = RequestOutput(request_id, prompt, prompt_ids, outputs=[], stats=stats)
         request = Request(params, output)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
-        request.completions = [self._make_completion(request, seed, index) for index in range(params.n)]
+        request.completions = [self._make_completion(request, seed, index, grammar) for index in range(params.n)]
         output.outputs = [completion.output for completion in request.completions]
         self._requests[request_id] = request
         self._completions.update((completion.row, completion) for completion in request.completions)
@@ -156,11 +175,13 @@ class Engine:
 
         Returns:
             The requests that got tokens, each with all of its output so far. The objects are updated by later steps.
+            One whose grammar could not be followed any longer is finished, with ``error`` set.
         """
         scheduled = self.scheduler.schedule(self._drafts_wanted)
         if not scheduled:
             return []
-        proposal = self.proposer.propose([self._draft_row(item) for item in scheduled])
+        rows = [self._draft_row(item) for item in scheduled]
+        proposal = self.proposer.propose(rows).within_constraints(rows)
         logits = self.runner.forward(_segments(scheduled, proposal))
         candidates = self._candidates(scheduled, proposal)
         outcomes = verify(logits, candidates, self._settings, self.runner.ops, self.config.logprobs_mode)
@@ -210,6 +231,7 @@ class Engine:
                 num_computed += min(outcome.num_accepted, taken)
                 self._count_tokens(completion, len(drafts), outcome, taken, now)
                 progressed[completion.request.output.request_id] = completion.request.output
+                self._check_constraint(completion)
                 if not had_tokens and completion.output.index == 0:
                     self.scheduler.add((c.row for c in completion.request.completions[1:]), first=True)
             self.scheduler.commit(row, num_computed)
@@ -222,7 +244,20 @@ class Engine:
             if completion.is_finished:
                 self._retire(completion)
         self.proposer.observe(committed, self.runner.features)
+        for output in progressed.values():
+            if output.error is not None:
+                self.abort(output.request_id)
         return list(progressed.values())
+
+    def _check_constraint(self, completion: Completion) -> None:
+        """Mark the request of a completion whose grammar cannot be followed any longer."""
+        constraint = completion.sampler.constraint
+        if constraint is not None and constraint.error is not None:
+            completion.output.finish_reason = "abort"
+            completion.request.output.error = RequestError(
+                f"structured_outputs: the grammar cannot be followed any longer: {constraint.error}. Simplify it.",
+                "structured_outputs",
+            )
 
     def _speculation_stats(self) -> SpeculationStats:
         settings = self._settings
@@ -267,13 +302,16 @@ class Engine:
             stats.num_steps += 1
             stats.token_times.extend([now] * taken)
 
-    def _make_completion(self, request: Request, seed: int, index: int) -> Completion:
+    def _make_completion(self, request: Request, seed: int, index: int, grammar: Grammar | None) -> Completion:
         params, prompt_ids = request.params, request.output.prompt_token_ids
         row = Row(self._num_arrivals, list(prompt_ids), len(prompt_ids))
         self._num_arrivals += 1
         eos = frozenset(self.model_config.eos_token_ids)
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos)
         room = self.max_model_len - len(prompt_ids)
+        constraint = None
+        if grammar is not None:
+            constraint = grammar.matcher(params.stop_token_ids or (), ignore_eos=params.ignore_eos)
         return Completion(
             request=request,
             row=row,
@@ -284,6 +322,7 @@ class Engine:
                 prompt_token_ids=prompt_ids,
                 vocab_size=self.model_config.vocab_size,
                 eos_token_ids=self.model_config.eos_token_ids,
+                constraint=constraint,
             ),
             output=CompletionOutput(index, logprobs=None if params.logprobs is None else []),
             tokenizer=self.tokenizer,

@@ -86,7 +86,9 @@ class Completion:
         output.token_ids.append(token_id)
         num_tokens = len(output.token_ids)
 
-        if token_id in self.stop_token_ids and num_tokens >= params.min_tokens:
+        constraint = self.sampler.constraint
+        ended = constraint is not None and constraint.ended
+        if ended or (token_id in self.stop_token_ids and num_tokens >= params.min_tokens):
             text = self.detokenizer.push([token_id]) if params.include_stop_str_in_output else ""
             self._finish("stop", None if token_id in self.eos_token_ids else token_id, text)
             return

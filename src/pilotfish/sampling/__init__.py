@@ -8,9 +8,10 @@ distribution that they are chosen from, :mod:`pilotfish.sampling.accept` says wh
 from pilotfish.sampling.accept import Verdict, accept_chain, accept_tree, reject_chain, reject_tree, threshold_chain
 from pilotfish.sampling.process import choose, process_logits, softmax_probs
 from pilotfish.sampling.sampler import SampleResult, logprobs_of, noise_keys, sample
-from pilotfish.sampling.state import LogitsRow, SamplerState
+from pilotfish.sampling.state import Constraint, LogitsRow, SamplerState
 
 __all__ = [
+    "Constraint",
     "LogitsRow",
     "SampleResult",
     "SamplerState",

@@ -2,7 +2,7 @@
 
 Rows are processed on the host with NumPy, in place where the logits are CPU memory: at one row of some 50,000 logits
 a call's overhead counts as much as its work, and a row's bits cannot depend on the other rows. The order is vLLM's:
-min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p.
+constraint, min_tokens, logit_bias, penalties, temperature, min_p, top_k, top_p.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pilotfish.sampling.state import LogitsRow
+from pilotfish.sampling.state import Constraint, LogitsRow
 from pilotfish.sampling.truncate import truncate_row
 
 __all__ = ["choose", "edit_row", "process_logits", "scale_row", "softmax_probs"]
@@ -53,15 +53,32 @@ def process_logits(logits: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
 
 
 def edit_row(values: _Row, row: LogitsRow) -> None:
-    """Apply min_tokens, logit_bias and the penalties to ``values`` [V], in place."""
+    """Apply the constraint, min_tokens, logit_bias and the penalties to ``values`` [V], in place."""
     state = row.state
-    if row.holds_stops:
+    if state.constraint is not None:
+        allowed = _allowed(state.constraint, row)
+        np.copyto(values, -np.inf, where=~allowed)
+    elif row.holds_stops:
         values[state.banned_ids] = -np.inf
     if len(state.bias_ids):
         values[state.bias_ids] += state.bias_values
     if state.counts is not None:
         ids, counts = state.counts.seen(row.drafts)
         values[ids] = _penalised(values[ids], counts, row)
+    if state.constraint is not None and values.max() == -np.inf:
+        # Nothing is left: a draft does not know what is allowed, or a penalty is absurd. All that is allowed is equal.
+        values[allowed] = 0.0
+
+
+def _allowed(constraint: Constraint, row: LogitsRow) -> NDArray[np.bool_]:
+    """What the constraint allows, without what ``min_tokens`` holds back as long as that leaves anything."""
+    allowed = constraint.allowed(row.drafts)
+    if row.holds_stops:
+        held = allowed.copy()
+        held[row.state.banned_ids] = False
+        if held.any():
+            return held
+    return allowed
 
 
 def _penalised(logits: _Row, counts: _Row, row: LogitsRow) -> _Row:

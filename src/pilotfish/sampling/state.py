@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from pilotfish.errors import RequestError
 from pilotfish.types import SamplingParams
 
-__all__ = ["LogitsRow", "SamplerState", "TokenCounts"]
+__all__ = ["Constraint", "LogitsRow", "SamplerState", "TokenCounts"]
 
 _GREEDY_BELOW = 1e-10
 """Temperatures below this are greedy: dividing by them would overflow float32, and no noise reaches that far."""
@@ -21,6 +22,32 @@ _MIN_INVERSE_TEMPERATURE = 1e-30
 
 _Ids = NDArray[np.int64]
 _Values = NDArray[np.float32]
+
+
+class Constraint(Protocol):
+    """What a completion's tokens must keep to, such as a grammar, as far as they are committed."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it ended with the last token."""
+        ...
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot be kept to any longer; None: it can."""
+        ...
+
+    def allowed(self, drafts: Sequence[int] = ()) -> NDArray[np.bool_]:
+        """The tokens that may come after ``drafts``, bool [V], at least one. Not to be written to."""
+        ...
+
+    def num_allowed(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts may come one after the other."""
+        ...
+
+    def commit(self, token: int) -> None:
+        """Take the next token."""
+        ...
 
 
 class TokenCounts:
@@ -84,6 +111,7 @@ class SamplerState:
         prompt_token_ids: the prompt.
         vocab_size: width V of the logits.
         eos_token_ids: tokens that end a text; ``min_tokens`` holds them back, ``ignore_eos`` or not (as in vLLM).
+        constraint: forbids tokens before all else.
 
     Attributes:
         num_prompt: tokens in the prompt.
@@ -101,6 +129,7 @@ class SamplerState:
         "banned_ids",
         "bias_ids",
         "bias_values",
+        "constraint",
         "counts",
         "inverse_temperature",
         "num_output",
@@ -122,6 +151,7 @@ class SamplerState:
         prompt_token_ids: Sequence[int],
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        constraint: Constraint | None = None,
     ) -> None:
         stop_ids = tuple(params.stop_token_ids or ())
         bias = dict(params.logit_bias or {})
@@ -130,6 +160,7 @@ class SamplerState:
         _check_ids("prompt_token_ids", prompt_token_ids, vocab_size)
 
         self.params = params
+        self.constraint = constraint
         self.seed = (seed + 2**63) % 2**64 - 2**63  # the same 64 bits, as the signed number that int64 tensors hold
         self.sample_index = sample_index
         self.num_prompt = len(prompt_token_ids)
@@ -145,7 +176,7 @@ class SamplerState:
         repetition = params.repetition_penalty != 1.0
         penalties = repetition or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self.counts = TokenCounts(prompt_token_ids if repetition else ()) if penalties else None
-        self._edits = bool(bias) or penalties
+        self._edits = bool(bias) or penalties or constraint is not None
         self.truncates = self.inverse_temperature != 0.0 and (
             params.min_p > 0.0 or params.top_p < 1.0 or 0 < params.top_k < vocab_size
         )
@@ -161,6 +192,9 @@ class SamplerState:
         self.num_output += len(token_ids)
         if self.counts is not None:
             self.counts.add(token_ids)
+        if self.constraint is not None:
+            for token in token_ids:
+                self.constraint.commit(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +219,7 @@ class LogitsRow:
 
     @property
     def edits(self) -> bool:
-        """Whether single logits change here: ``min_tokens``, ``logit_bias`` or a penalty."""
+        """Whether single logits change here: a constraint, ``min_tokens``, ``logit_bias`` or a penalty."""
         return self.state._edits or (self.holds_stops and len(self.state.banned_ids) > 0)
 
 

@@ -95,6 +95,22 @@ class Proposal:
     def empty(cls, num_rows: int) -> Proposal:
         return cls([()] * num_rows, [None] * num_rows)
 
+    def within_constraints(self, rows: Sequence[DraftRow]) -> Proposal:
+        """Without the drafts that a row's constraint forbids, and all that follow them.
+
+        Schemes that copy tokens, or draft past the end of an output, propose such drafts. The target would reject them.
+        """
+        if all(row.sampler.constraint is None for row in rows):
+            return self
+        tokens, probs = list(self.tokens), list(self.probs)
+        for s, row in enumerate(rows):
+            if row.sampler.constraint is not None and tokens[s]:
+                count = row.sampler.constraint.num_allowed(tokens[s])
+                q = probs[s]
+                tokens[s] = tokens[s][:count]
+                probs[s] = q[:count] if q is not None and count else None
+        return Proposal(tokens, probs)
+
 
 class Proposer(Protocol):
     """A speculation scheme at work."""

@@ -130,10 +130,10 @@ class DraftProposer:
             elif limit:
                 drawn.append(s)
         if drawn:
-            self._choose(self._carried([rows[s] for s in drawn]), drawn, rows, tokens, probs)
+            self._choose(self._carried([rows[s] for s in drawn]), drawn, rows, limits, tokens, probs)
         while active := [s for s, limit in enumerate(limits) if len(tokens[s]) < limit]:
             logits = self._forward([_next_segment(rows[s], tokens[s]) for s in active])
-            self._choose(logits, active, rows, tokens, probs)
+            self._choose(logits, active, rows, limits, tokens, probs)
         return Proposal(tokens, [torch.stack(q) if q else None for q in probs])
 
     def _choose(
@@ -141,6 +141,7 @@ class DraftProposer:
         logits: Tensor,
         active: Sequence[int],
         rows: Sequence[DraftRow],
+        limits: list[int],
         tokens: list[list[int]],
         probs: list[list[Tensor]],
     ) -> None:
@@ -148,6 +149,9 @@ class DraftProposer:
         places = [LogitsRow(rows[s].sampler, tokens[s]) for s in active]
         chosen, q = draw(logits, places, self._runner.ops, with_probs=self._with_probs)
         for i, s in enumerate(active):
+            if chosen[i] >= self._num_tokens:  # a constraint leaves nothing that the draft knows
+                limits[s] = len(tokens[s])
+                continue
             tokens[s].append(chosen[i])
             if q is not None:
                 probs[s].append(q[i])

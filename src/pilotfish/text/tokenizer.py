@@ -108,6 +108,11 @@ class Tokenizer:
             tokens[token_id] = token
         return tokens
 
+    def to_json(self) -> str | None:
+        """The contents of its ``tokenizer.json``, added tokens included; None where it is not of that kind."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        return None if backend is None else str(backend.to_str())
+
     def token_text(self, token_id: int) -> str:
         """The text that a token adds within a sequence, special tokens by name.
 
