@@ -28,11 +28,11 @@ NATIVE := $(shell find native -type f)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast lint format bench equality host-time clean distclean
+.PHONY: help setup demo test test-fast lint format bench equality host-time server-overhead server-soak clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS='	' read -r name text; do \
-		printf '  make %-10s %s\n' "$$name" "$$text"; done
+		printf '  make %-15s %s\n' "$$name" "$$text"; done
 
 setup: $(VENV)/.installed ## environment with everything in it, native kernels built, default model fetched
 
@@ -81,6 +81,12 @@ equality: setup ## greedy output with speculation equals plain output (DATA=FILE
 
 host-time: setup ## share of a step that the host spends on speculation (BENCH_ARGS="--json")
 	@$(BIN)/python benchmarks/host_time.py $(BENCH_ARGS)
+
+server-overhead: setup ## throughput and latency over HTTP beside the offline LLM (BENCH_ARGS="--scheme none")
+	@$(BIN)/python benchmarks/server_overhead.py $(BENCH_ARGS)
+
+server-soak: setup ## ten minutes of mixed load on a server, and what is left of it (BENCH_ARGS="--minutes 1")
+	@$(BIN)/python benchmarks/server_soak.py $(BENCH_ARGS)
 
 clean: ## remove builds and caches, keep the environment
 	@rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

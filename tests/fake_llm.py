@@ -20,8 +20,12 @@ class Letters(LetterTokenizer):
             raise RequestError("letters only", "prompt")
         return [ord(letter) - ord("a") for letter in text]
 
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        return self.encode("".join(f"{message['role'][0]}{message['content']}" for message in messages) + "a")
+    def apply_chat_template(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        return self.encode(
+            "".join(f"{message['role'][0]}{message['content']}" for message in messages) + "a" * add_generation_prompt
+        )
 
 
 def make_llm(**settings: Any) -> LLM:

@@ -154,6 +154,7 @@ def test_every_option_is_a_setting_with_its_default() -> None:
         "skip_special_tokens",
         "speculate",  # a command line has one request: --scheme none is the same
         "num_drafts",  # is the scheme's
+        "structured_outputs",  # has options of its own
     }
     assert SamplingOptions().params() == SamplingParams(temperature=0.0, max_tokens=None)
     assert EngineConfig(**ModelOptions().engine_settings()) == EngineConfig()

@@ -13,11 +13,14 @@ from typer.exceptions import TyperException
 
 from pilotfish import __version__
 from pilotfish.cli.bench_options import BenchOptions
+from pilotfish.cli.bench_serve import BenchServeOptions
 from pilotfish.cli.capture import CaptureCommand
 from pilotfish.cli.evaluate import EvaluateCommand
 from pilotfish.cli.options import ModelOptions, PromptOptions, SamplingOptions, with_options
 from pilotfish.cli.prompts import PromptsCommand
+from pilotfish.cli.serve import ServeOptions
 from pilotfish.cli.speculation import SpeculationOptions
+from pilotfish.cli.structured import StructuredOptions
 from pilotfish.cli.train import TrainCommand
 from pilotfish.errors import ConfigError, PilotfishError, RequestError
 
@@ -51,7 +54,11 @@ def _app(
 
 @app.command()
 @with_options(
-    options=PromptOptions, speculation=SpeculationOptions, model_options=ModelOptions, sampling=SamplingOptions
+    options=PromptOptions,
+    structured=StructuredOptions,
+    speculation=SpeculationOptions,
+    model_options=ModelOptions,
+    sampling=SamplingOptions,
 )
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)],
@@ -65,6 +72,7 @@ def generate(
         bool, typer.Option("--compare", help="Run it without speculation too (loads the model twice).")
     ] = False,
     options: PromptOptions,
+    structured: StructuredOptions,
     speculation: SpeculationOptions,
     model_options: ModelOptions,
     sampling: SamplingOptions,
@@ -78,7 +86,7 @@ def generate(
     from pilotfish.cli.generate import run_generate
     from pilotfish.cli.session import load_llm, prompt_tokens, with_room
 
-    params = sampling.params(n=n, logprobs=logprobs)
+    params = sampling.params(n=n, logprobs=logprobs, structured_outputs=structured.structured_outputs())
     if logprobs is not None and not json:
         raise ConfigError(f"logprobs={logprobs}: are printed only with --json")
     settings = speculation.settings()
@@ -108,6 +116,26 @@ def chat(
 
 
 @app.command()
+@with_options(options=ServeOptions, speculation=SpeculationOptions, model_options=ModelOptions)
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="Folder, .gguf file, Hugging Face id or built-in name.")
+    ] = ModelOptions().model,
+    *,
+    options: ServeOptions,
+    speculation: SpeculationOptions,
+    model_options: ModelOptions,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API, metrics and a playground.
+
+    Ctrl-C lets requests under way finish; once more ends at once.
+    """
+    from pilotfish.cli.serve import run_serve
+
+    run_serve(options, speculation.settings(), model_options)
+
+
+@app.command()
 @with_options(options=BenchOptions)
 def bench(
     *,
@@ -127,6 +155,28 @@ def bench(
     from pilotfish.cli.bench import run_bench
 
     if not run_bench(options, json, plot, resume=resume):
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+@with_options(options=BenchServeOptions)
+def bench_serve(
+    *,
+    json: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write everything measured to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw throughput and latencies (needs matplotlib).")
+    ] = None,
+    options: BenchServeOptions,
+) -> None:
+    """Put load on an OpenAI-compatible server and measure throughput and latencies.
+
+    Inter-token latency is the wait for a chunk, shared by its tokens. Ctrl-C prints what has been measured so far.
+    """
+    from pilotfish.cli.bench_serve import run_bench_serve
+
+    if not run_bench_serve(options, json, plot):
         raise typer.Exit(EXIT_INTERRUPTED)
 
 

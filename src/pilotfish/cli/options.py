@@ -193,6 +193,8 @@ def parse_size(name: str, text: str) -> int:
 def with_options(**groups: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a command take option dataclasses: Typer sees one option for each of their fields.
 
+    A field that the command has as a parameter too, say as an argument, is set from that.
+
     Args:
         **groups: name of the command's keyword argument -> its dataclass.
     """
@@ -203,6 +205,8 @@ def with_options(**groups: type) -> Callable[[Callable[..., Any]], Callable[...,
         for group in groups.values():
             hints = get_type_hints(group, include_extras=True)
             for field in fields(group):
+                if field.name in own:
+                    continue
                 assert field.default is not MISSING
                 parameters.append(
                     inspect.Parameter(
@@ -215,9 +219,9 @@ def with_options(**groups: type) -> Callable[[Callable[..., Any]], Callable[...,
 
         @functools.wraps(command)
         def wrapper(*args: Any, **values: Any) -> Any:
-            for name, group in groups.items():
-                values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-            return command(*args, **values)
+            mine = {name: values[name] for name in own if name not in groups}
+            made = {name: group(**{f.name: values[f.name] for f in fields(group)}) for name, group in groups.items()}
+            return command(*args, **mine, **made)
 
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}

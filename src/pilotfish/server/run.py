@@ -1,0 +1,79 @@
+"""Runs the application under uvicorn until it is told to stop, and lets requests under way finish."""
+
+from __future__ import annotations
+
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from pilotfish.errors import ConfigError
+from pilotfish.server.host import EngineHost
+
+__all__ = ["Server", "bind", "url_of"]
+
+_GRACE = 5.0
+"""Seconds beyond the host's ``shutdown_timeout`` for clients to read what the end of their request was."""
+
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before a model is loaded, so that a busy port shows at once.
+
+    Raises:
+        ConfigError: no such address, or the port is in use or not allowed.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port={port}: must be from 0 (any free port) to 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host={host!r}: is no address of this machine: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port={port}: {host} cannot be listened on: {error.strerror or error}. Choose another with --port or "
+            "--host."
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a listening socket is reached."""
+    name, port = listener.getsockname()[:2]
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the engine's host told to drain as soon as the server has to stop.
+
+    Args:
+        app: the application.
+        host: its engine's.
+    """
+
+    def __init__(self, app: FastAPI, host: EngineHost) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="on",
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=int(host.settings.shutdown_timeout + _GRACE) + 1,
+        )
+        super().__init__(config)
+        self._host = host
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Refuse new requests, let those under way finish, then stop."""
+        self._host.begin_drain()
+        await super().shutdown(sockets)

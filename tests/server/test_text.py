@@ -1,0 +1,70 @@
+"""Characters of several tokens: the same text streamed and not, and never a part of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import httpx
+import pytest
+
+from pilotfish.models.checkpoint import resolve_model
+from pilotfish.text import Tokenizer
+from servers import events_of, make_host, script_engine, with_client
+
+PROMPT = "Say it again: 🐟🌊 🐟🌊"
+
+TEXTS = ["🐟🌊 🐟🌊 🐟", "日本語の文章です。", "a👩‍👩‍👧‍👦b", "naïve ﷽ ok", "plain text"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Tokenizer]:
+    with closing(resolve_model("smollm2-135m", dtype="float32")) as checkpoint:
+        yield checkpoint.load_tokenizer()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_cut_character_is_left_out_streamed_and_not(tokenizer: Tokenizer, text: str, steps: bool) -> None:
+    num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for max_tokens in (1, 2, 3, 4, 5, 6, num_tokens - 1, num_tokens, num_tokens + 1):
+            body = {
+                "prompt": PROMPT, "temperature": 0, "max_tokens": max_tokens, "include_speculation_stats": steps,
+                "logprobs": 1,
+            }  # fmt: skip
+            [choice] = (await client.post("/v1/completions", json=body)).json()["choices"]
+            response = await client.post("/v1/completions", json=body | {"stream": True})
+            events = events_of(response.text)
+            pieces = [event["choices"][0]["text"] for event in events]
+            assert "".join(pieces) == choice["text"]
+            assert text.startswith(choice["text"]) and "\ufffd" not in response.text
+            assert choice["finish_reason"] == ("stop" if max_tokens > num_tokens else "length")
+            if max_tokens >= num_tokens:
+                assert choice["text"] == text
+            tokens = [token for event in events for token in event.get("pilotfish", {}).get("tokens", [])]
+            assert len(tokens) == (min(max_tokens, num_tokens + 1) if steps else 0)
+            if steps:
+                assert "".join(token["text"] for token in tokens) == choice["text"]
+
+    with_client(work, make_host(engine=script_engine(tokenizer, text, len(tokenizer.encode(PROMPT)))))
+
+
+def test_bytes_of_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:
+    text = TEXTS[0]
+
+    async def work(client: httpx.AsyncClient) -> None:
+        chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "logprobs": True, "top_logprobs": 1}
+        prompt = tokenizer.apply_chat_template(chat["messages"])  # type: ignore[arg-type]
+        content = (await client.post("/v1/chat/completions", json=chat)).json()["choices"][0]
+        assert len(prompt) == num_prompt
+        tokens = content["logprobs"]["content"][:-1]  # EOS is the last
+        assert b"".join(bytes(token["bytes"]) for token in tokens).decode() == text == content["message"]["content"]
+        assert any(token["token"].startswith("\\x") for token in tokens)
+        completion = {"prompt": prompt, "temperature": 0, "max_tokens": 40, "logprobs": 1}
+        [choice] = (await client.post("/v1/completions", json=completion)).json()["choices"]
+        assert any(token.startswith("bytes:\\x") for token in choice["logprobs"]["tokens"])
+
+    num_prompt = len(tokenizer.apply_chat_template([{"role": "user", "content": "x"}]))
+    with_client(work, make_host(engine=script_engine(tokenizer, text, num_prompt)))
