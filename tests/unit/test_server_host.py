@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pilotfish.engine.engine import Engine
-from pilotfish.errors import CheckpointError, ConfigError
+from pilotfish.errors import CheckpointError, ConfigError, RequestError
 from pilotfish.server import EngineHost, HostSettings, ServerSettings
 from pilotfish.server.errors import ApiError
 from pilotfish.server.stream import Delta, Job, StreamGroup
@@ -97,6 +97,32 @@ def test_deltas_add_up_to_the_output_of_the_engine_alone() -> None:
         assert any(any(delta.is_draft) for delta in deltas)
 
     run(work)
+
+
+def test_a_request_that_the_engine_gives_up_half_way_fails_alone() -> None:
+    engine = letters_engine()
+    step = engine.step
+
+    def give_up() -> Any:
+        outputs = step()
+        for output in outputs:
+            if output.request_id == "bad" and not output.finished and len(output.outputs[0].token_ids) > 3:
+                engine.abort("bad")
+                output.error = RequestError("structured_outputs: cannot be followed", "structured_outputs")
+        return outputs
+
+    engine.step = give_up  # type: ignore[method-assign]
+
+    async def work(host: EngineHost) -> None:
+        names = {"structured_outputs": "response_format"}
+        bad, good = host.submit([job("bad", param_names=names)]), host.submit([job("good")])
+        with pytest.raises(ApiError, match="cannot be followed") as caught:
+            await read(bad)
+        assert (caught.value.status, caught.value.param) == (400, "response_format")
+        assert sum(len(delta.token_ids) for delta in await read(good)) == 12
+        assert host.num_open == 0 and engine.pool.num_free == engine.pool.num_pages
+
+    run(work, make_host(engine=engine))
 
 
 def test_a_slow_reader_gets_one_delta_or_each_step_if_it_wants_them() -> None:

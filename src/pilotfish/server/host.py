@@ -268,6 +268,8 @@ class EngineHost:
             stream = self._open.get(item.request_id)
             if stream is None:
                 continue
+            if item.finished and item.output.error is not None:  # a grammar that cannot be followed any longer
+                stream.fail(from_request_error(item.output.error, stream.job.param_names))
             stream.push(item.output, item.marks)
             if item.finished:
                 self._close(stream)
