@@ -229,7 +229,7 @@ def make_draft(
     settings, limit = config.speculation, max_len or config.max_model_len
     assert isinstance(settings, Speculation) and limit is not None
     num_tokens = min(vocab_size, VOCAB_SIZE) if num_tokens is None else num_tokens
-    return cls(runner, VOCAB_SIZE, num_tokens, limit, with_probs=settings.verify == "rejection")
+    return cls(runner, VOCAB_SIZE, np.arange(num_tokens), limit, with_probs=settings.verify == "rejection")
 
 
 def make_builder(config: EngineConfig, max_tokens: int | None = None) -> BatchBuilder:

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from helpers import TINY_VOCAB_SIZE
 from pilotfish.config import DraftModel, EngineConfig, Speculation
 from pilotfish.engine import Engine, load_engine
-from pilotfish.errors import ConfigError
+from pilotfish.errors import CheckpointError, ConfigError
+from pilotfish.models.draft_vocab import DRAFT_VOCAB_FILE
 from pilotfish.speculation import Proposal
 from pilotfish.types import SamplingParams
 
@@ -153,3 +154,45 @@ def test_any_smaller_number_of_first_layers_drafts(target: str) -> None:
         engine = load(target, DraftModel(layers=layers))
         serve(engine, [GREEDY])
         assert engine.stats.speculation.num_drafted > 0
+
+
+def test_a_draft_with_a_vocabulary_proposes_nothing_else(tiny_checkpoints: Mapping[str, Path], tmp_path: Path) -> None:
+    """The target itself drafts, over every third token: those it is right about, of the others it knows nothing."""
+    target = write_model(tiny_checkpoints["llama3"], tmp_path / "target")
+    draft = write_model(tiny_checkpoints["llama3"], tmp_path / "draft")
+    ids = list(range(0, NUM_TOKENS, 3))
+    (Path(draft) / DRAFT_VOCAB_FILE).write_text(json.dumps(ids))
+    for wanted in (GREEDY, SAMPLED):
+        plain = load(target, None)
+        engine = load(target, DraftModel(model=draft, num_drafts=3))
+        proposals: list[int] = []
+        propose = engine.proposer.propose
+
+        def watched(rows: Any, propose: Any = propose, proposals: list[int] = proposals) -> Proposal:
+            proposal: Proposal = propose(rows)
+            proposals.extend(token for tokens in proposal.tokens for token in tokens)
+            return proposal
+
+        engine.proposer.propose = watched  # type: ignore[method-assign]
+        for served in (plain, engine):
+            served.add_request("a", [1, 2, 3], wanted)
+        texts = []
+        for served in (plain, engine):
+            while served.has_unfinished:
+                [output] = served.step()
+            texts.append(output.outputs[0].token_ids)
+        assert texts[0] == texts[1]
+        assert proposals and all(token % 3 == 0 for token in proposals)
+        accepted = [t for t, d in zip(output.outputs[0].token_ids, output.outputs[0].is_draft, strict=True) if d]
+        assert all(token in ids for token in accepted)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "[3, 2]", "[1, 1]", "[-1]", "[190]", "[true]", "nothing"])
+def test_a_damaged_draft_vocabulary_names_its_file(
+    content: str, tiny_checkpoints: Mapping[str, Path], tmp_path: Path
+) -> None:
+    target = write_model(tiny_checkpoints["llama3"], tmp_path / "target")
+    draft = write_model(tiny_checkpoints["llama3"], tmp_path / "draft")
+    (Path(draft) / DRAFT_VOCAB_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=DRAFT_VOCAB_FILE):
+        load(target, DraftModel(model=draft))

@@ -27,6 +27,7 @@ from pilotfish.errors import ConfigError
 from pilotfish.models import Model, ModelConfig, build_model, expected_tensors
 from pilotfish.models.base import AuxStates
 from pilotfish.models.checkpoint import Checkpoint, load_weights, resolve_model
+from pilotfish.models.draft_vocab import read_draft_vocab
 from pilotfish.models.heads import HeadConfig, load_head, target_stamp
 from pilotfish.ops.reference import TorchOps
 from pilotfish.training import validate
@@ -324,6 +325,29 @@ def test_a_draft_llm_learns_and_is_saved_as_an_ordinary_model(
     assert correct == accuracy.hits.tolist()
     assert joint == accuracy.joint.tolist()
     assert 0 < correct[0] < 2 * ANSWER  # or nothing was shown
+
+
+def test_a_draft_llm_with_a_vocabulary_is_counted_and_saved_with_it(
+    target: Path, capture: Path, tmp_path: Path
+) -> None:
+    options = _options(kind="draft", layers=2, draft_vocab=60, max_steps=2, batch_tokens=200)
+    result = _train(target, capture, tmp_path, options)
+    ids = read_draft_vocab(tmp_path, resolve_model(str(target)).config.vocab_size)
+    assert ids is not None and ids.shape == (60,)
+    checkpoint = resolve_model(str(tmp_path))
+    model = build_model(checkpoint.config, load_weights(checkpoint, expected_tensors(checkpoint.config)), FLOAT32)
+    reader = CaptureReader([capture])
+    _, held_out = split_validation(NUM_SAMPLES, 0.1, 0)
+    correct = 0
+    for index in held_out:
+        tokens = reader.token_ids(int(index)).tolist()
+        batch = make_batch([tokens[:-1]], [[0]], 32)
+        hidden = model.forward(batch, _attention(model.config).plan(batch))
+        likely = ids[model.logits(hidden[PROMPT - 1 :])[:, ids].argmax(-1)].tolist()
+        correct += sum(a == b for a, b in zip(likely, tokens[PROMPT:], strict=True))
+    assert result.validation is not None and result.validation.hits[0] == correct
+    assert _train(target, capture, tmp_path, _options(kind="draft", layers=2, draft_vocab=0, max_steps=1)).complete
+    assert read_draft_vocab(tmp_path, 10**6) is None
 
 
 def _hits(model: Model, reader: CaptureReader, index: int) -> list[bool]:

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from pilotfish.attention import KVShape
 from pilotfish.config import EngineConfig
@@ -18,7 +19,8 @@ from pilotfish.errors import ConfigError
 from pilotfish.kv import PagePool
 from pilotfish.models import Model, build_model, expected_tensors, kv_shape
 from pilotfish.models.checkpoint import Checkpoint, Progress, load_weights, resolve_model
-from pilotfish.models.heads import DraftHead, load_head
+from pilotfish.models.draft_vocab import read_draft_vocab
+from pilotfish.models.heads import DraftHead, load_head, pack_lm_head
 from pilotfish.ops import Ops
 from pilotfish.speculation import HeadScheme, Proposer, Scheme, SpeculationContext, find_head, load_scheme
 from pilotfish.text import Tokenizer
@@ -106,9 +108,13 @@ def _speculation_context(
     use_cache: bool,
     progress: Progress | None,
 ) -> SpeculationContext:
-    def load_draft(name: str) -> tuple[Model, Tokenizer]:
+    def load_draft(name: str) -> tuple[Model, Tokenizer, Tensor | None]:
         with closing(resolve_model(name, dtype=config.dtype, cache=use_cache, progress=progress)) as draft:
-            return _load_model(draft, ops, config.max_model_len, progress), draft.load_tokenizer()
+            model = _load_model(draft, ops, config.max_model_len, progress)
+            token_ids = read_draft_vocab(draft.path, draft.config.vocab_size)
+            if token_ids is not None:
+                model = model.with_lm_head(pack_lm_head(draft.tensors(), draft.config, ops, token_ids))
+            return model, draft.load_tokenizer(), token_ids
 
     def own_head() -> str | None:
         folder = find_head(checkpoint)

@@ -83,6 +83,10 @@ class Model(Protocol):
         """The same model without its later layers: a draft without weights of its own."""
         ...
 
+    def with_lm_head(self, lm_head: Linear) -> Self:
+        """The same model with another output head, such as rows of its own."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary for chosen rows of ``forward``'s result: [R, H] -> float32 [R, V]."""
         ...

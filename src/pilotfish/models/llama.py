@@ -73,6 +73,12 @@ class Llama:
         model._input_norms = self._input_norms[:num_layers]
         return model
 
+    def with_lm_head(self, lm_head: Linear) -> Self:
+        """The same model with another output head, such as rows of its own; shares all other weights."""
+        model = copy.copy(self)
+        model._lm_head = lm_head
+        return model
+
     def forward(self, batch: ForwardBatch, attention: AttentionPlan, aux: AuxStates | None = None) -> Tensor:
         ops, eps = self._ops, self.config.rms_norm_eps
         residual = ops.embedding(batch.token_ids, self._embed)  # [T, H]

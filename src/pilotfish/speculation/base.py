@@ -147,14 +147,15 @@ class SpeculationContext:
     Attributes:
         target: the target.
         tokenizer: the target's.
-        load_model: another checkpoint by name, packed for the same ops: its model and tokenizer.
+        load_model: another checkpoint by name, packed for the same ops: its model and tokenizer, and the int64 [D] ids
+            that its logits are of where it has a draft vocabulary.
         find_head: the folder of the head that is the target's own, or None.
         load_head: a head by folder or Hugging Face id, for the target and its ops; True allows a mismatch.
     """
 
     target: Model
     tokenizer: Tokenizer
-    load_model: Callable[[str], tuple[Model, Tokenizer]]
+    load_model: Callable[[str], tuple[Model, Tokenizer, Tensor | None]]
     find_head: Callable[[], str | None]
     load_head: Callable[[str, bool], DraftHead]
 

@@ -40,19 +40,21 @@ def load(settings: Speculation, context: SpeculationContext) -> Scheme:
     assert isinstance(settings, DraftModel)
     vocab_size = context.target.config.vocab_size
     if settings.layers is not None:
-        model = _first_layers(context.target, settings.layers)
+        model, token_ids = _first_layers(context.target, settings.layers), None
         num_tokens = vocab_size
     else:
         assert settings.model is not None
-        model, tokenizer = context.load_model(settings.model)
+        model, tokenizer, token_ids = context.load_model(settings.model)
         num_tokens = check_same_vocabulary(context.tokenizer, tokenizer, settings.model)
     num_tokens = min(num_tokens, vocab_size, model.config.vocab_size)
+    known = np.arange(num_tokens) if token_ids is None else token_ids.numpy()
+    known = known[known < num_tokens]
     draft = model
 
     def start(runner: Runner | None) -> Proposer:
         assert runner is not None
         max_len = draft.rope.cos.shape[0]
-        return DraftProposer(runner, vocab_size, num_tokens, max_len, with_probs=settings.verify == "rejection")
+        return DraftProposer(runner, vocab_size, known, max_len, with_probs=settings.verify == "rejection")
 
     return Scheme(model=model, start=start)
 
@@ -105,15 +107,20 @@ class DraftProposer:
     Args:
         runner: of the draft model, over a KV pool with the target's page numbers.
         vocab_size: V, of the target.
-        num_tokens: ids from here on are padding of the draft's vocabulary, never proposed.
+        known: int64 [D], ascending: what the draft's first D logits are of. Behind them may be padding; other ids are
+            never proposed.
         max_len: the draft's own context limit; beyond it decoding goes on without drafts.
         with_probs: give the distributions that drafts were drawn from.
     """
 
-    def __init__(self, runner: Runner, vocab_size: int, num_tokens: int, max_len: int, *, with_probs: bool) -> None:
+    def __init__(
+        self, runner: Runner, vocab_size: int, known: NDArray[np.int64], max_len: int, *, with_probs: bool
+    ) -> None:
         self._runner = runner
         self._vocab_size = vocab_size
-        self._num_tokens = num_tokens
+        self._known = known
+        self._is_known = np.zeros(vocab_size, np.bool_)
+        self._is_known[known] = True
         self._max_len = max_len
         self._with_probs = with_probs
         self._carries: dict[int, _Carry] = {}
@@ -149,7 +156,7 @@ class DraftProposer:
         places = [LogitsRow(rows[s].sampler, tokens[s]) for s in active]
         chosen, q = draw(logits, places, self._runner.ops, with_probs=self._with_probs)
         for i, s in enumerate(active):
-            if chosen[i] >= self._num_tokens:  # a constraint leaves nothing that the draft knows
+            if not self._is_known[chosen[i]]:  # a constraint leaves nothing that the draft knows
                 limits[s] = len(tokens[s])
                 continue
             tokens[s].append(chosen[i])
@@ -210,10 +217,11 @@ class DraftProposer:
     def _forward(self, segments: Sequence[Segment]) -> Tensor:
         """Logits over the target's vocabulary: [R, V], -inf for what the draft cannot propose."""
         logits = self._runner.forward(segments)
-        if logits.shape[1] == self._num_tokens == self._vocab_size:
+        num_known = len(self._known)
+        if logits.shape[1] == num_known == self._vocab_size:
             return logits
         out = np.full((logits.shape[0], self._vocab_size), -np.inf, np.float32)
-        out[:, : self._num_tokens] = logits[:, : self._num_tokens].numpy()
+        out[:, self._known] = logits[:, :num_known].numpy()
         return torch.from_numpy(out)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from pilotfish.errors import ConfigError
 from pilotfish.models import Model, ModelConfig, build_model, expected_tensors, kv_shape
 from pilotfish.models.checkpoint import Checkpoint, load_weights
+from pilotfish.models.draft_vocab import DRAFT_VOCAB_FILE, write_draft_vocab
 from pilotfish.training.attention import ChainAttention
 from pilotfish.training.chain import LossMean, row_weights
 from pilotfish.training.data import Batch
@@ -47,7 +48,7 @@ class DraftStudent:
         source: the target's folder, whose other files are the draft's too.
         ops: differentiable.
         frozen: embedding and output head by name, in the ops' dtype.
-        lm_head: [D, H], rows of the output head that the loss compares.
+        lm_head: [D, H], rows of the output head that it drafts with.
         token_ids: int64 [D], which; None: all.
         distillation: the loss of a row.
         mean: over what rows' losses are averaged.
@@ -80,7 +81,9 @@ class DraftStudent:
         """On captured text. What the engine accepts while it drafts with it: ``pilotfish bench --scheme draft``."""
         ops = engine_ops(self.dtype)
         model = build_model(self.config, self._saved(), ops, self.max_model_len)
-        return model_accuracy(model, ops, reader, indices, num_steps)
+        if self.token_ids is not None:
+            model = model.with_lm_head(ops.pack_linear(self.lm_head.to(ops.dtype)))
+        return model_accuracy(model, ops, reader, indices, num_steps, self.token_ids)
 
     def _saved(self) -> dict[str, Tensor]:
         tensors = {**self.parameters, **self.frozen}
@@ -106,6 +109,10 @@ class DraftStudent:
         scratch.write_bytes(save(self._saved(), metadata={"format": "pt"}))
         os.replace(scratch, out / "model.safetensors")
         config["dtype" if "dtype" in config else "torch_dtype"] = "bfloat16"
+        if self.token_ids is None:
+            (out / DRAFT_VOCAB_FILE).unlink(missing_ok=True)
+        else:
+            write_draft_vocab(out, self.token_ids.tolist())
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (out / _SUMMARY).write_text(json.dumps(dict(training), indent=2) + "\n", encoding="utf-8")
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pilotfish.config import EngineConfig
 from pilotfish.engine.backend import choose_backend, make_ops
@@ -75,8 +76,17 @@ def head_accuracy(head: DraftHead, ops: Ops, reader: CaptureReader, indices: Ite
     return results[OVERALL]
 
 
-def model_accuracy(model: Model, ops: Ops, reader: CaptureReader, indices: Iterable[int], num_steps: int) -> Accuracy:
+def model_accuracy(
+    model: Model,
+    ops: Ops,
+    reader: CaptureReader,
+    indices: Iterable[int],
+    num_steps: int,
+    token_ids: Tensor | None = None,
+) -> Accuracy:
     """Of a draft LLM, by the engine's runner; arguments as of :func:`head_accuracy`.
+
+    ``token_ids``, int64 [D], is what its logits are of; None: of all tokens.
 
     A chain that embeds the text's tokens reads them as the text itself is read: step k of row j is row j + k. So a
     sample is one prefill.
@@ -86,13 +96,15 @@ def model_accuracy(model: Model, ops: Ops, reader: CaptureReader, indices: Itera
     result = Accuracy.zeros(num_steps)
     padding = np.zeros(num_steps, np.bool_)
     for index in indices:
-        token_ids, learnt = reader.token_ids(index), reader.loss_mask(index).astype(np.bool_)
+        tokens, learnt = reader.token_ids(index), reader.loss_mask(index).astype(np.bool_)
         positions = np.flatnonzero(learnt[1:])
         if not len(positions):
             continue
         with _torch_aside(ops):
-            predicted = _predictions(runner, token_ids, int(positions[0]), pages)
-        right = learnt & (predicted == token_ids)
+            predicted = _predictions(runner, tokens, int(positions[0]), pages)
+        if token_ids is not None:
+            predicted = np.where(predicted < 0, -1, token_ids.numpy()[predicted])
+        right = learnt & (predicted == tokens)
         ahead = positions[:, None] + 1 + np.arange(num_steps)
         known = np.logical_and.accumulate(np.concatenate([learnt, padding])[ahead], axis=1)
         result.add(SampleHits(index, positions, known, known & np.concatenate([right, padding])[ahead]))
