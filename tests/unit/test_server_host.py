@@ -125,6 +125,25 @@ def test_a_request_that_the_engine_gives_up_half_way_fails_alone() -> None:
     run(work, make_host(engine=engine))
 
 
+def test_what_waits_is_counted_in_sequences_and_cancellations_are_not() -> None:
+    gate = GatedEngine()
+
+    async def work(host: EngineHost) -> None:
+        first = host.submit([job("first")])
+        await asyncio.to_thread(gate.waiting.wait)
+        more = host.submit([job("more", params(n=3))])
+        counts = [host.load.num_running + host.load.num_waiting]
+        host.cancel(more)
+        host.cancel(first)
+        counts.append(host.load.num_running + host.load.num_waiting)  # until the engine looks
+        gate.open()
+        await until(lambda: host.num_open == 0)
+        assert counts == [4, 4]
+        assert host.load.num_running == host.load.num_waiting == 0
+
+    run(work, make_host(engine=gate.engine))
+
+
 def test_a_slow_reader_gets_one_delta_or_each_step_if_it_wants_them() -> None:
     async def work(host: EngineHost) -> None:
         late = host.submit([job("late")])
@@ -404,7 +423,15 @@ def test_wrong_host_settings_are_refused(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"model_names": ()}, {"model_names": ("",)}, {"api_key": ""}, {"api_key": "ä"}, {"max_request_bytes": 0}],
+    [
+        {"model_names": ()},
+        {"model_names": ("",)},
+        {"api_key": ""},
+        {"api_key": "ä"},
+        {"max_request_bytes": 0},
+        {"cors_origins": ("foo",)},
+        {"cors_origins": ("https://a.example/path",)},
+    ],
 )
 def test_wrong_server_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

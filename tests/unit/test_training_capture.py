@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from helpers_gguf import tiny_model, write_gguf
 from pilotfish.config import EngineConfig
@@ -123,6 +127,22 @@ def test_an_interrupted_capture_goes_on(model: str, data: Path, tmp_path: Path) 
     }
 
 
+def test_equal_prompts_are_each_captured(model: str, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "data.jsonl", [{"prompt": "t5 t6 t7"}] * 3 + [{"prompt": "t8"}])
+    reader = capture(model, data, tmp_path / "out")
+    assert sorted(reader.rows.tolist()) == [0, 1, 2, 3]
+    samples = [reader[i] for i in range(4) if reader.rows[i] < 3]
+    assert all(torch.equal(sample.hidden, samples[0].hidden) for sample in samples)
+
+
+@pytest.mark.parametrize("layers", [(0, 2), (2, 99)])
+def test_layers_that_the_target_has_not_are_refused(
+    layers: tuple[int, ...], model: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"aux_layers={layers[0]},{layers[1]}: must be from 1 to"):
+        capture(model, data, tmp_path / "out", replace(OPTIONS, aux_layers=layers))
+
+
 def test_another_capture_in_the_folder_is_refused(model: str, data: Path, tmp_path: Path) -> None:
     capture(model, data, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"holds a capture with sampling=.*'max_tokens': 6.*'max_tokens': 5"):
@@ -177,6 +197,30 @@ def test_no_capture_and_damaged_shards(model: str, data: Path, tmp_path: Path) -
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="is not a shard of a capture"):
         CaptureReader([tmp_path / "out"])
+
+
+DAMAGE: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "token_ids from": lambda t: {"token_ids": t["token_ids"].clone().fill_(60_001)},
+    "token_ids from -5": lambda t: {"token_ids": t["token_ids"].clone().fill_(-5)},
+    "hidden has shape": lambda t: {"hidden": t["hidden"][:, :-4].contiguous()},
+    "hidden has": lambda t: {"hidden": t["hidden"][:-1].contiguous()},
+    "of loss_mask": lambda t: {"loss_mask": t["loss_mask"][:-3].contiguous()},
+    "starts must ascend": lambda t: {"starts": t["starts"].flip(0).contiguous()},
+    "rows and": lambda t: {"rows": t["rows"][:-1].contiguous()},
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_tensors_that_do_not_fit_are_named(message: str, model: str, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    capture(model, data, out)
+    file = next(out.glob("*.safetensors"))
+    tensors = load_file(file)
+    with safe_open(file, framework="pt") as handle:
+        metadata = handle.metadata()
+    save_file(tensors | DAMAGE[message](tensors), file, metadata)
+    with pytest.raises(CheckpointError, match=f"{file.name}: is not a shard of a capture: .*{message}"):
+        CaptureReader([out])
 
 
 def test_captures_of_different_targets_do_not_mix(model: str, data: Path, tmp_path: Path) -> None:

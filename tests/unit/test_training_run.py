@@ -399,11 +399,13 @@ def compare_and_save(self):
     assert torch.equal(*everyones)
     save(self)
 loop._Run.save = compare_and_save
-with World.join() as world:
+def check_average(world):  # a function: no tensor of it may be left when gloo's threads end
     tensors = [torch.zeros(2, 3, requires_grad=True), torch.zeros(1, requires_grad=True)]
     tensors[0].grad = torch.full((2, 3), float(1 + 2 * world.rank))
     assert world.average_gradients(tensors, stop=world.rank == 1)
     assert torch.equal(tensors[0].grad, torch.full((2, 3), 2.0)) and not tensors[1].grad.any()
+with World.join() as world:
+    check_average(world)
     reader = CaptureReader([Path({capture!r})])
     result = loop.train(resolve_model({target!r}), reader, options, Path({out!r}), world=world)
 assert result.complete
@@ -468,6 +470,9 @@ def test_the_command_trains_and_draws(
     config = HeadConfig.from_json(json.loads((out / "config.json").read_text()), "config.json")
     assert config.draft_vocab_size == 100
     assert load_file(out / "model.safetensors")["token_ids"].shape == (100,)
+    for option in ("--validate-every", "--save-every"):
+        assert run([*command, option, "0"]) == 2
+        assert f"{option[2:].replace('-', '_')}=0" in capsys.readouterr().err
     assert run([*command, "--kind", "medusa"]) == 2
     assert "kind='medusa'" in capsys.readouterr().err
     assert run([*command, "--draft-vocab", "500"]) == 2

@@ -90,7 +90,7 @@ class ServeOptions:
 
         return HostSettings(
             max_queue=self.max_queue,
-            request_timeout=self.request_timeout or None,
+            request_timeout=None if self.request_timeout == 0 else self.request_timeout,
             step_timeout=self.step_timeout,
             shutdown_timeout=self.shutdown_timeout,
         )

@@ -106,6 +106,10 @@ def run_train(model: str, data: list[Path], out: Path, command: TrainCommand) ->
     """
     if command.threads is not None and command.threads < 1:
         raise ConfigError(f"threads={command.threads}: must be at least 1")
+    if command.validate_every is not None and command.validate_every < 1:
+        raise ConfigError(f"validate_every={command.validate_every}: must be at least 1 step")
+    if not command.save_every > 0:
+        raise ConfigError(f"save_every={command.save_every}: must be a number of seconds above 0")
     with loading_progress(f"reading {model}") as progress:
         import torch
 

@@ -117,7 +117,7 @@ class EngineHost:
         if engine is None:
             return Load()
         assert self._worker is not None
-        pool, waiting = engine.pool, len(engine.scheduler.waiting) + self._worker.num_commands
+        pool, waiting = engine.pool, len(engine.scheduler.waiting) + self._worker.num_queued
         return Load(len(engine.scheduler.running), waiting, 1.0 - pool.num_free / pool.num_pages)
 
     @property

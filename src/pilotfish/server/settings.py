@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,7 +38,9 @@ class HostSettings:
     def __post_init__(self) -> None:
         _check_count("max_queue", self.max_queue, 0)
         if self.request_timeout is not None:
-            _check_seconds("request_timeout", self.request_timeout, above_zero=True)
+            _check_seconds(
+                "request_timeout", self.request_timeout, above_zero=True, hint="; 0 on the command line is none"
+            )
         _check_seconds("step_timeout", self.step_timeout, above_zero=True)
         for name in ("shutdown_timeout", "restart_delay", "max_restart_delay", "healthy_after"):
             _check_seconds(name, getattr(self, name))
@@ -68,6 +71,12 @@ class ServerSettings:
             raise ConfigError(f"served_model_name={list(self.model_names)!r}: needs at least one name, none empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip() == self.api_key != ""):
             raise ConfigError("api_key: must be printable ASCII without spaces around it, and not empty")
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
+                raise ConfigError(
+                    f"cors_origin={origin!r}: must be an origin such as https://example.com or http://localhost:3000, "
+                    "without a path; or * for any"
+                )
         _check_count("max_request_bytes", self.max_request_bytes, 1)
         _check_seconds("summary_interval", self.summary_interval)
 
@@ -82,7 +91,8 @@ def _check_count(name: str, value: object, low: int) -> None:
         raise ConfigError(f"{name}={value!r}: must be an integer of at least {low}")
 
 
-def _check_seconds(name: str, value: object, *, above_zero: bool = False) -> None:
+def _check_seconds(name: str, value: object, *, above_zero: bool = False, hint: str = "") -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
     if not ok or (above_zero and value == 0):
-        raise ConfigError(f"{name}={value!r}: must be a number of seconds {'above 0' if above_zero else 'from 0 up'}")
+        allowed = "above 0" if above_zero else "from 0 up"
+        raise ConfigError(f"{name}={value!r}: must be a number of seconds {allowed}{hint}")

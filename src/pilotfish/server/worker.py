@@ -69,14 +69,16 @@ class EngineWorker:
         self._commands: queue.SimpleQueue[Job | _Abort | None] = queue.SimpleQueue()
         self._jobs: dict[str, Job] = {}
         self._sent: dict[str, list[int]] = {}  # tokens of each completion that a report has named
+        # Each is written by one thread only.
+        self._num_added = self._num_taken = 0
         self._stopping = False
         # A daemon: one that hangs must not keep the program from ending.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
-    def num_commands(self) -> int:
-        """Commands that it has not looked at yet."""
-        return self._commands.qsize()
+    def num_queued(self) -> int:
+        """Sequences of requests that the engine has not been given yet."""
+        return self._num_added - self._num_taken
 
     def start(self) -> None:
         """Start the thread."""
@@ -84,6 +86,7 @@ class EngineWorker:
 
     def add(self, job: Job) -> None:
         """Queue a request. The answer is a report: progress, or that the engine refused it."""
+        self._num_added += job.params.n
         self._commands.put(job)
 
     def abort(self, request_id: str) -> None:
@@ -136,6 +139,7 @@ class EngineWorker:
             if output is not None:
                 self._note(output, report)
             return
+        self._num_taken += command.params.n
         try:
             self.engine.add_request(command.request_id, command.prompt_token_ids, command.params)
         except RequestError as error:

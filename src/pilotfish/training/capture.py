@@ -180,7 +180,7 @@ class StateKeeper:
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[Sequence[int], list[Tensor]]] = {}  # by row; the tokens tell a new sequence
-        self._finished: dict[tuple[int, ...], Tensor] = {}
+        self._finished: dict[tuple[int, ...], list[Tensor]] = {}  # equal texts may end together
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         return Proposal.empty(len(rows))
@@ -198,11 +198,14 @@ class StateKeeper:
             chunks.append(torch.cat(parts, dim=1).to(torch.bfloat16))
             if row.finished:
                 del self._running[row.index]
-                self._finished[tuple(row.token_ids)] = torch.cat(chunks)
+                self._finished.setdefault(tuple(row.token_ids), []).append(torch.cat(chunks))
 
     def take(self, token_ids: Sequence[int]) -> Tensor:
         """The states of a sequence that has just ended: bfloat16 [L, H + F], zeros where none was computed."""
-        states = self._finished.pop(tuple(token_ids))
+        key = tuple(token_ids)
+        states = self._finished[key].pop()
+        if not self._finished[key]:
+            del self._finished[key]
         missing = len(token_ids) - len(states)
         return torch.cat([states, states.new_zeros(missing, states.shape[1])])
 
@@ -235,6 +238,10 @@ class Capture:
         self.options = options
         checkpoint = resolve_model(model, dtype=config.dtype, progress=progress)
         stamp = target_stamp(checkpoint)
+        num_layers = checkpoint.config.num_layers
+        if any(not 1 <= layer <= num_layers for layer in options.aux_layers):
+            given = ",".join(map(str, options.aux_layers))
+            raise ConfigError(f"aux_layers={given}: must be from 1 to {num_layers}, the target's layers")
         self.tokenizer = checkpoint.load_tokenizer()
         self.prompts = list(load_prompts(data, self.tokenizer, options))
         self._hidden_size = stamp.hidden_size

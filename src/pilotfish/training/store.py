@@ -234,7 +234,7 @@ class CaptureReader:
         rows: list[NDArray[np.int64]] = []
         for folder, manifest in zip(folders, self.manifests, strict=True):
             for entry in manifest.shards:
-                rows.append(self._open(folder / entry.file))
+                rows.append(self._open(folder / entry.file, manifest))
         self.rows: NDArray[np.int64] = np.concatenate(rows) if rows else np.zeros(0, np.int64)
         self.lengths: NDArray[np.int64] = np.array([end - start for _, start, end in self._places], np.int64)
         self.num_supervised: NDArray[np.int64] = np.array(
@@ -270,17 +270,41 @@ class CaptureReader:
             self.sources[index],
         )
 
-    def _open(self, file: Path) -> NDArray[np.int64]:
+    def _open(self, file: Path, manifest: Manifest) -> NDArray[np.int64]:
         try:
             handle = safe_open(file, framework="pt")
-            starts = handle.get_tensor("starts").tolist()
+            starts = handle.get_tensor("starts").numpy()
+            tokens, mask = handle.get_tensor("token_ids").numpy(), handle.get_tensor("loss_mask").numpy()
+            rows: NDArray[np.int64] = handle.get_tensor("rows").numpy()
+            sources = json.loads(handle.metadata()["sources"])
+            _check_shard(handle, manifest, starts, tokens, mask)
+            if not len(rows) == len(sources) == len(starts) - 1:
+                raise ValueError(f"{len(starts) - 1} samples, {len(rows)} rows and {len(sources)} sources")
             number = len(self._shards)
             self._shards.append(handle)
-            self._tokens.append(handle.get_tensor("token_ids").numpy())
-            self._masks.append(handle.get_tensor("loss_mask").numpy())
-            self._places.extend((number, a, b) for a, b in pairwise(starts))
-            self.sources.extend(json.loads(handle.metadata()["sources"]))
-            rows: NDArray[np.int64] = handle.get_tensor("rows").numpy()
+            self._tokens.append(tokens)
+            self._masks.append(mask)
+            self._places.extend((number, a, b) for a, b in pairwise(starts.tolist()))
+            self.sources.extend(sources)
             return rows
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file}: is not a shard of a capture: {error}") from error
+
+
+def _check_shard(
+    handle: Any, manifest: Manifest, starts: NDArray[Any], tokens: NDArray[Any], mask: NDArray[Any]
+) -> None:
+    """Raises ValueError where the shard's tensors do not fit each other or the target."""
+    total = int(starts[-1])
+    if starts[0] != 0 or (np.diff(starts) <= 0).any():
+        raise ValueError("starts must ascend from 0")
+    hidden_size, vocab_size = manifest.target.get("hidden_size"), manifest.target.get("vocab_size")
+    states = {"hidden": 1, "aux": len(manifest.aux_layers)} if manifest.aux_layers else {"hidden": 1}
+    shapes = {name: list(handle.get_slice(name).get_shape()) for name in states}
+    for name, count in states.items():
+        if shapes[name][0] != total or (hidden_size is not None and shapes[name][1] != count * hidden_size):
+            raise ValueError(f"{name} has shape {shapes[name]}: must be [{total}, {count} * {hidden_size}]")
+    if len(tokens) != total or len(mask) != total:
+        raise ValueError(f"{len(tokens)} token_ids and {len(mask)} of loss_mask: must be {total} of each")
+    if total and (int(tokens.min()) < 0 or (vocab_size is not None and int(tokens.max()) >= vocab_size)):
+        raise ValueError(f"token_ids from {tokens.min()} to {tokens.max()}: must be from 0 to {vocab_size} - 1")
