@@ -309,7 +309,7 @@ def test_what_the_command_refuses(
     assert code == 2 and "limit=0" in err
     code, _, err = cli(capsys, folder, "--head", head, "--data", str(tmp_path / "nothing.jsonl"))
     assert code == 2 and "cannot be read" in err
-    other = save_capture(tmp_path / "capture", [sample([0, 0, 1])], target={"name": "x", "hidden_size": 64})
+    other = save_capture(tmp_path / "capture", [sample([0, 0, 1])], target={"name": "x", "num_layers": 64})
     assert len(other) == 1
     code, _, err = cli(capsys, folder, "--head", head, "--data", str(tmp_path / "capture"))
-    assert code == 2 and "hidden_size=64" in err
+    assert code == 2 and "num_layers=64" in err
