@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from pilotfish.errors import ConfigError
 
-__all__ = ["Question", "load_questions", "take"]
+__all__ = ["Question", "json_lines", "load_questions", "read_data", "take"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +33,44 @@ def load_questions(path: Path | None = None) -> list[Question]:
     if path is None:
         name, data = "bench_prompts.jsonl", files("pilotfish").joinpath("data", "bench_prompts.jsonl").read_bytes()
     else:
-        name = str(path)
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"data={name!r}: cannot be read: {error.strerror}") from error
-    questions = []
-    # At "\n" alone: a prompt may hold other characters that str.splitlines() takes for the end of a line.
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            questions.append(_question(line, f"{name}:{number}"))
+        name, data = str(path), read_data(path)
+    lines = json_lines(data, name, " with question_id, category and turns")
+    questions = [_question(item, f"{name}:{number}") for number, item in lines]
     if not questions:
         raise ConfigError(f"data={name!r}: has no questions")
     return questions
+
+
+def read_data(path: Path) -> bytes:
+    """A file of prompts. ConfigError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"data={str(path)!r}: cannot be read: {error.strerror}") from error
+
+
+def json_lines(data: bytes, name: str, keys: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of JSON lines, each with the number of its line, from 1. Empty lines are left out.
+
+    Args:
+        data: of the file.
+        name: of the file, for messages.
+        keys: what an object must have, for messages, such as " with turns".
+
+    Raises:
+        ConfigError: a line that is no object; names it.
+    """
+    # At "\n" alone: a prompt may hold other characters that str.splitlines() takes for the end of a line.
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{name}:{number}: is not JSON in UTF-8: {error}") from error
+        if not isinstance(item, dict):
+            raise ConfigError(f"{name}:{number}: must be a JSON object{keys}, not {type(item).__name__}")
+        yield number, item
 
 
 def take(questions: Sequence[Question], limit: int | None) -> list[Question]:
@@ -62,13 +88,7 @@ def take(questions: Sequence[Question], limit: int | None) -> list[Question]:
     return [questions[i] for i in sorted(taken)]
 
 
-def _question(line: bytes, place: str) -> Question:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{place}: is not JSON in UTF-8: {error}") from error
-    if not isinstance(item, dict):
-        raise ConfigError(f"{place}: must be a JSON object with question_id, category and turns")
+def _question(item: Mapping[str, Any], place: str) -> Question:
     question_id, category, turns = item.get("question_id"), item.get("category"), item.get("turns")
     if isinstance(question_id, bool) or not isinstance(question_id, (str, int)):
         raise ConfigError(f"{place}: question_id={question_id!r}: must be a string or an integer")

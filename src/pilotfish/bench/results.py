@@ -15,7 +15,7 @@ from pilotfish.bench.records import Group
 from pilotfish.bench.summary import summarise
 from pilotfish.errors import ConfigError
 
-__all__ = ["load_groups", "machine_facts", "save"]
+__all__ = ["load_groups", "machine_facts", "save", "write_json"]
 
 
 def machine_facts() -> dict[str, Any]:
@@ -42,6 +42,11 @@ def save(path: Path, settings: Mapping[str, Any], groups: Sequence[Group], *, co
         "summary": [summary.as_dict() for summary in summarise(groups)],
         "groups": [group.as_dict() for group in groups],
     }
+    write_json(path, content)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of figures, whole or not at all. ConfigError if it cannot be written."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")

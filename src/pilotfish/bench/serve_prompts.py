@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pilotfish.bench.questions import load_questions
+from pilotfish.bench.questions import json_lines, load_questions, read_data
 from pilotfish.errors import ConfigError
 
 __all__ = ["ServePrompt", "load_serve_prompts"]
@@ -48,25 +47,14 @@ def load_serve_prompts(path: Path | None, *, as_text: bool = False) -> list[Serv
     """
     if path is None:
         return [_from_turn(str(question.question_id), question.turns[0], as_text) for question in load_questions()]
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"data={str(path)!r}: cannot be read: {error.strerror}") from error
-    # At "\n" alone: a prompt may hold other characters that str.splitlines() takes for the end of a line.
-    lines = enumerate(data.split(b"\n"), start=1)
-    prompts = [_prompt(line, f"{path}:{number}", str(number), as_text) for number, line in lines if line.strip()]
+    lines = json_lines(read_data(path), str(path))
+    prompts = [_prompt(item, f"{path}:{number}", str(number), as_text) for number, item in lines]
     if not prompts:
         raise ConfigError(f"data={str(path)!r}: has no prompts")
     return prompts
 
 
-def _prompt(line: bytes, place: str, number: str, as_text: bool) -> ServePrompt:
-    try:
-        item = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{place}: is not JSON in UTF-8: {error}") from error
-    if not isinstance(item, dict):
-        raise ConfigError(f"{place}: must be a JSON object, not {type(item).__name__}")
+def _prompt(item: Mapping[str, Any], place: str, number: str, as_text: bool) -> ServePrompt:
     name = str(item.get("question_id", number))
     if "messages" in item:
         return ServePrompt(name, messages=_messages(item["messages"], place))

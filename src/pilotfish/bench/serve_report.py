@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from pilotfish.bench.results import machine_facts
+from pilotfish.bench.results import machine_facts, write_json
 from pilotfish.bench.serve_records import Latencies, Level, LevelSummary
-from pilotfish.errors import ConfigError
 from pilotfish.plots import check_plot, save_figure
 
 if TYPE_CHECKING:
@@ -61,12 +59,7 @@ def save_levels(path: Path, settings: Mapping[str, Any], levels: Sequence[Level]
         "summary": [LevelSummary.of(level).as_dict() for level in levels],
         "levels": [level.as_dict() for level in levels],
     }
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"json={str(path)!r}: cannot be written: {error.strerror}") from error
+    write_json(path, content)
 
 
 def draw_levels(summaries: Sequence[LevelSummary], path: Path) -> None:
