@@ -62,7 +62,7 @@ def make_head(
     **head: Any,
 ) -> HeadProposer | LookupFirstProposer:
     """A proposer over a runner that checks what it is given; ``head`` are arguments of :class:`FakeHead`."""
-    builder = make_builder(config, config.max_num_batched_tokens + config.max_num_seqs)
+    builder = make_builder(config, config.max_step_tokens + config.max_num_seqs)
     runner = StateCheckingHeadRunner(FakeHead(**head), builder, num_pages, eos_bias, error)
     assert isinstance(config.speculation, Speculation)
     proposer = HeadProposer(runner, VOCAB_SIZE, with_probs=config.speculation.verify == "rejection", p_min=p_min)

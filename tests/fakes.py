@@ -224,7 +224,7 @@ def make_draft(
     cls: type[DraftProposer] = DraftProposer,
 ) -> DraftProposer:
     """A draft over a KV pool of its own with the target's page numbers: see :func:`make_engine`."""
-    builder = make_builder(config, config.max_num_batched_tokens + config.max_num_seqs)
+    builder = make_builder(config, config.max_step_tokens + config.max_num_seqs)
     runner = PageCheckingRunner(builder, num_pages, config.page_size, eos_bias, error, vocab_size)
     settings, limit = config.speculation, max_len or config.max_model_len
     assert isinstance(settings, Speculation) and limit is not None
@@ -235,7 +235,7 @@ def make_draft(
 def make_builder(config: EngineConfig, max_tokens: int | None = None) -> BatchBuilder:
     assert config.max_model_len is not None
     return BatchBuilder(
-        max_tokens=max_tokens or config.max_num_batched_tokens,
+        max_tokens=max_tokens or config.max_step_tokens,
         max_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         page_size=config.page_size,

@@ -197,7 +197,7 @@ class EngineConfig:
         threads: threads of the kernels. None: the CPUs this process may use.
         max_model_len: longest prompt + output, in tokens. None: the model's context length.
         max_num_seqs: most requests that run at once (the number of rows).
-        max_num_batched_tokens: most tokens one step computes; longer prefills are cut into chunks of it.
+        max_num_batched_tokens: most tokens one step computes, drafts aside; longer prefills are cut into chunks of it.
         page_size: tokens in a KV page.
         kv_cache_memory: bytes for KV pages. None: ``kv_cache_fraction`` of the free memory, but no more than
             ``max_num_seqs`` full contexts can use.
@@ -246,6 +246,12 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
                 "a step must have room for one token of every running request. Raise the first or lower the second."
             )
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens that the target computes in a step: ``max_num_batched_tokens`` and the drafts of every row."""
+        settings = self.scheme_settings
+        return self.max_num_batched_tokens + (self.max_num_seqs * settings.num_drafts if settings is not None else 0)
 
     @property
     def scheme_settings(self) -> Speculation | None:

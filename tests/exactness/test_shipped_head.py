@@ -80,9 +80,11 @@ def test_a_second_request_from_the_prefix_cache_is_accepted_alike(default: LLM) 
 
 
 def test_many_at_once_are_as_one_by_one(default: LLM) -> None:
-    questions = [f"{question} ({i})" for i in range(4) for question in QUESTIONS]
+    """Prompts of more tokens than a step computes too: the last are read while the first draft."""
+    questions = [f"{i}. " + f"{question} " * (1 + 3 * i) for i in range(4) for question in QUESTIONS]
     together = ask(default, GREEDY, questions)
     alone = [ask(default, GREEDY, [question])[0] for question in questions]
     assert tokens(together) == tokens(alone)
     assert counts(together) == counts(alone)
+    assert sum(len(output.prompt_token_ids) for output in alone) > 2 * default.engine.config.max_num_batched_tokens
     assert_all_pages_free(default)

@@ -371,7 +371,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(
 
 
 def test_engines_have_rows_for_the_largest_batch_and_no_prefix_cache() -> None:
-    config = BenchOptions(batch="1,200").engine_config(Ngram(num_drafts=4), max_model_len=100)
-    assert config.max_num_seqs == 200
+    config = BenchOptions(batch="1,1000").engine_config(Ngram(num_drafts=4), max_model_len=100)
+    assert config.max_num_seqs == 1000
     assert config.max_num_batched_tokens == 1000
     assert config.enable_prefix_caching is False

@@ -114,7 +114,7 @@ def test_random_traffic_equals_plain_decoding_one_by_one(
     assert not engine.has_unfinished and not engine.scheduler.has_rows
     assert engine.pool.num_free == num_pages
     assert set(outputs) == {str(i) for i in range(len(traffic))}
-    assert all(count <= budget for count in engine.runner.num_tokens)  # type: ignore[attr-defined]
+    assert all(count <= engine.config.max_step_tokens for count in engine.runner.num_tokens)  # type: ignore[attr-defined]
     for i, (prompt, sampling, _, abort) in enumerate(traffic):
         output, expected = outputs[str(i)], plain(prompt, sampling, eos_bias=2.0)
         if abort is None:
@@ -263,14 +263,16 @@ def test_steps_that_compute_a_prompt_draft_unless_told_otherwise(decode_only: bo
     assert engine.runner.num_tokens == [1, 4, mixed, 8]  # type: ignore[attr-defined]
 
 
-def test_the_token_budget_goes_to_tokens_first_and_to_drafts_after() -> None:
+def test_drafts_come_on_top_of_the_token_budget() -> None:
     engine = engine_with("oracle", 8, max_num_batched_tokens=10)
-    for name in "ab":
-        engine.add_request(name, [1, 2], params(max_tokens=20, ignore_eos=True))
+    for name, prompt in {"a": [1, 2], "b": [1] * 30}.items():
+        engine.add_request(name, prompt, params(max_tokens=18, ignore_eos=True))
     engine.step()
     engine.step()
-    assert engine.runner.num_tokens[1] == 10  # type: ignore[attr-defined]
-    assert engine.stats.speculation.num_drafted == 8
+    engine.step()
+    # The prompt gets what the tokens leave of the budget; the drafts beside it cost it nothing and are all there.
+    assert engine.runner.num_tokens == [2 + 8, (1 + 8) + 9, (1 + 7) + 9]  # type: ignore[attr-defined]
+    assert engine.config.max_step_tokens == 10 + 4 * 8
 
 
 def test_a_request_may_ask_for_fewer_drafts_or_none() -> None:

@@ -23,7 +23,8 @@ def runner_of(engine: Engine) -> StateCheckingHeadRunner:
 
 @pytest.mark.parametrize("scheme", EXACT)
 @pytest.mark.parametrize("num_drafts", [1, 5])
-def test_many_at_once_have_the_outputs_and_acceptance_of_one_by_one(scheme: str, num_drafts: int) -> None:
+@pytest.mark.parametrize("budget", [12, 200])
+def test_many_at_once_have_the_outputs_and_acceptance_of_one_by_one(scheme: str, num_drafts: int, budget: int) -> None:
     prompts = [[i % 3, 1, 2, 3, *range(i)] for i in range(12)]
     wanted = [
         params(max_tokens=10 + i, temperature=(0.0, 1.0)[i % 2], seed=i, n=1 + i % 3, ignore_eos=True)
@@ -31,7 +32,7 @@ def test_many_at_once_have_the_outputs_and_acceptance_of_one_by_one(scheme: str,
     ]
     for error in (0.0, 0.4):
         engine = engine_with(
-            scheme, num_drafts, max_num_seqs=12, num_pages=300, max_num_batched_tokens=200, head={"error": error}
+            scheme, num_drafts, max_num_seqs=12, num_pages=300, max_num_batched_tokens=budget, head={"error": error}
         )
         alone = [one(engine, prompt, p) for prompt, p in zip(prompts, wanted, strict=True)]
         for i, (prompt, p) in enumerate(zip(prompts, wanted, strict=True)):

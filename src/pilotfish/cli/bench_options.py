@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Option
 
-from pilotfish.cli.options import ModelOptions
+from pilotfish.cli.options import ModelOptions, token_budget
 from pilotfish.cli.speculation import (
     AllowMismatchOption,
     DraftOption,
@@ -101,7 +101,6 @@ class BenchOptions:
         Prompts come again with every scheme and batch size; a prefix cache would leave nothing of their prefill.
         """
         max_num_seqs = max(self.batches())
-        rows = max_num_seqs * (1 + (speculation.num_drafts if speculation is not None else 0))
         return EngineConfig(
             dtype=self.dtype,  # type: ignore[arg-type]  # EngineConfig checks it, and the others
             backend=self.backend,  # type: ignore[arg-type]
@@ -109,7 +108,7 @@ class BenchOptions:
             threads=self.threads,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, rows),
+            max_num_batched_tokens=token_budget(max_num_seqs),
             enable_prefix_caching=False,
             speculation=speculation,
             seed=self.seed % 2**63,

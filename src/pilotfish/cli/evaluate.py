@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer import Option
 
+from pilotfish.cli.options import token_budget
 from pilotfish.cli.render import to_json
 from pilotfish.cli.session import loading_progress
 from pilotfish.config import Eagle, EngineConfig, HeadSpeculation, Mtp
@@ -53,13 +54,12 @@ class EvaluateCommand:
 
     def engine_config(self, max_model_len: int, speculation: HeadSpeculation) -> EngineConfig:
         """No prefix cache: prompts that begin alike would leave captured rows of others in it."""
-        rows = self.max_num_seqs * (1 + self.num_drafts)
         return EngineConfig(
             dtype=self.dtype,  # type: ignore[arg-type]  # EngineConfig checks it
             threads=self.threads,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, rows),
+            max_num_batched_tokens=token_budget(self.max_num_seqs),
             enable_prefix_caching=False,
             speculation=speculation,
         )

@@ -21,6 +21,7 @@ __all__ = [
     "SamplingOptions",
     "parse_size",
     "throughput_config",
+    "token_budget",
     "with_options",
 ]
 
@@ -75,8 +76,7 @@ class ModelOptions:
             "threads": self.threads,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.max_num_seqs,
-            # A step must have room for a token of every sequence; the user gave one number, not two.
-            "max_num_batched_tokens": max(EngineConfig().max_num_batched_tokens, self.max_num_seqs),
+            "max_num_batched_tokens": token_budget(self.max_num_seqs),
             "kv_cache_memory": memory,
             "backend": self.backend,
             "isa": self.isa,
@@ -162,13 +162,18 @@ class PromptOptions:
     ] = None
 
 
+def token_budget(max_num_seqs: int) -> int:
+    """``max_num_batched_tokens`` of a command whose user names only the number of sequences: each needs a token."""
+    return max(EngineConfig().max_num_batched_tokens, max_num_seqs)
+
+
 def throughput_config(dtype: str, threads: int | None, max_num_seqs: int) -> EngineConfig:
     """Of an engine that works off a file: many rows and no drafts, for throughput is all that counts."""
     return EngineConfig(
         dtype=dtype,  # type: ignore[arg-type]  # EngineConfig checks it
         threads=threads,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(EngineConfig().max_num_batched_tokens, max_num_seqs),
+        max_num_batched_tokens=token_budget(max_num_seqs),
         speculation=None,
     )
 

@@ -85,14 +85,13 @@ def _build_engine(
     pool = PagePool(
         config.kv_cache_memory // page_bytes, config.page_size, enable_prefix_caching=config.enable_prefix_caching
     )
-    num_drafts = settings.num_drafts if settings is not None else 0
-    max_logits = min(config.max_num_batched_tokens, config.max_num_seqs * (num_drafts + 1))
+    max_logits = config.max_num_seqs * (1 + (settings.num_drafts if settings is not None else 0))
     runners = RunnerFactory(config, ops, pool.num_pages)
     return Engine(
         config=config,
         model_config=target.config,
         tokenizer=tokenizer,
-        runner=runners.runner(target, target_kv, config.max_num_batched_tokens, max_logits, scheme.aux_layers),
+        runner=runners.runner(target, target_kv, config.max_step_tokens, max_logits, scheme.aux_layers),
         pool=pool,
         proposer=_start(scheme, runners, draft_kv),
         draft_has_kv=draft_kv is not None,
@@ -137,7 +136,7 @@ def _start(scheme: Scheme | HeadScheme, runners: RunnerFactory, kv: KVShape | No
     """Give the scheme's draft a KV pool in the target's pages and a runner."""
     config = runners.config
     # A step's tokens, and a bonus token for each row.
-    max_tokens = config.max_num_batched_tokens + config.max_num_seqs
+    max_tokens = config.max_step_tokens + config.max_num_seqs
     if isinstance(scheme, HeadScheme):
         assert kv is not None
         return scheme.start(runners.head_runner(scheme.head, kv, max_tokens, config.max_num_seqs))

@@ -77,7 +77,6 @@ class _Step:
 
     def add_drafts(self, item: ScheduledRow, count: int) -> None:
         self.rows[item.row] = replace(item, max_drafts=count)
-        self.budget -= count
 
     def drop(self, row: Row) -> None:
         item = self.rows.pop(row, None)
@@ -91,7 +90,7 @@ class Scheduler:
     Args:
         pool: the pages of target and draft.
         max_num_seqs: most rows that run at once.
-        max_num_batched_tokens: token budget of a step, drafts included.
+        max_num_batched_tokens: token budget of a step; drafts come on top of it.
         max_model_len: longest sequence.
         draft_has_kv: the draft runs over the bonus token too, which needs a slot a step before the target's.
         decode_only_drafts: no drafts in a step that computes a prompt.
@@ -152,7 +151,7 @@ class Scheduler:
         """Compose the next step. Empty only if no rows are left.
 
         Args:
-            drafts_wanted: how many drafts a decoding row can use; it gets as many as budget and free pages allow.
+            drafts_wanted: how many drafts a decoding row can use; it gets as many as free pages allow.
         """
         step = _Step(self.max_num_batched_tokens)
         preemptions = self.num_preemptions
@@ -200,13 +199,16 @@ class Scheduler:
             self._schedule(row, step)
 
     def _add_drafts(self, step: _Step, drafts_wanted: Callable[[Row], int]) -> None:
-        """Give rows room for drafts out of what is left: nobody waits or is preempted for a guess."""
+        """Give rows room for drafts out of the pages that are left: nobody waits or is preempted for a guess.
+
+        The token budget is not asked: a row's drafts would depend on whose prompt is computed beside it.
+        """
         drafting = not self.decode_only_drafts or all(row.is_decoding for row in step.rows)
         for row, item in list(step.rows.items()):
             if not item.samples:
                 continue
             end = item.start + item.num_tokens
-            wanted = min(drafts_wanted(row), step.budget) if drafting and row.is_decoding else 0
+            wanted = drafts_wanted(row) if drafting and row.is_decoding else 0
             len_bound = min(end + wanted + self.draft_has_kv, self.max_model_len)
             count = min(self.pool.pages_for(len_bound) - len(row.pages), self.pool.num_free)
             if count > 0:
