@@ -197,10 +197,46 @@ class CaptureWriter:
         self.manifest.save(self.folder)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A bfloat16 tensor [T, width] in a file, from byte ``offset`` on.
+
+    Read, not mapped: pages that a run has touched would count as its memory, up to the size of the capture.
+    """
+
+    file: Path
+    offset: int
+    width: int
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Rows ``[start, end)``.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        rows = np.empty((end - start, self.width), np.int16)
+        with self.file.open("rb") as file:
+            file.seek(self.offset + start * self.width * rows.itemsize)
+            if file.readinto(rows.data) != rows.nbytes:
+                raise CheckpointError(f"{self.file}: was cut off since it was opened")
+        return torch.from_numpy(rows).view(torch.bfloat16)
+
+
+def _find_states(file: Path, names: Sequence[str]) -> dict[str, _Rows]:
+    """Where tensors lie in a safetensors file: behind 8 bytes that say how long the header is, and the header."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    for name in names:
+        if header[name]["dtype"] != "BF16":
+            raise ValueError(f"{name} is of dtype {header[name]['dtype']}: must be BF16")
+    return {name: _Rows(file, 8 + size + header[name]["data_offsets"][0], header[name]["shape"][1]) for name in names}
+
+
 class CaptureReader:
     """The samples of one or several captures of the same target, in the order they were written.
 
-    Shards are mapped: a sample's states are read from disk when they are used.
+    A sample's states are read from disk when they are used.
 
     Args:
         folders: of the captures.
@@ -227,7 +263,7 @@ class CaptureReader:
                         f"{getattr(first, name)!r}. Captures that are used together must be of one target."
                     )
         self.sources: list[str] = []
-        self._shards: list[Any] = []
+        self._states: list[dict[str, _Rows]] = []  # of each shard
         self._places: list[tuple[int, int, int]] = []  # shard, start, end
         self._tokens: list[NDArray[np.int32]] = []
         self._masks: list[NDArray[np.uint8]] = []
@@ -260,28 +296,28 @@ class CaptureReader:
 
     def __getitem__(self, index: int) -> Sample:
         shard, start, end = self._places[index]
-        handle = self._shards[shard]
+        states = self._states[shard]
         return Sample(
             self._tokens[shard][start:end],
             self._masks[shard][start:end],
-            handle.get_slice("hidden")[start:end],
-            handle.get_slice("aux")[start:end] if self.aux_layers else None,
+            states["hidden"].read(start, end),
+            states["aux"].read(start, end) if self.aux_layers else None,
             int(self.rows[index]),
             self.sources[index],
         )
 
     def _open(self, file: Path, manifest: Manifest) -> NDArray[np.int64]:
         try:
-            handle = safe_open(file, framework="pt")
-            starts = handle.get_tensor("starts").numpy()
-            tokens, mask = handle.get_tensor("token_ids").numpy(), handle.get_tensor("loss_mask").numpy()
-            rows: NDArray[np.int64] = handle.get_tensor("rows").numpy()
-            sources = json.loads(handle.metadata()["sources"])
-            _check_shard(handle, manifest, starts, tokens, mask)
+            with safe_open(file, framework="np") as handle:
+                starts = handle.get_tensor("starts")
+                tokens, mask = handle.get_tensor("token_ids"), handle.get_tensor("loss_mask")
+                rows: NDArray[np.int64] = handle.get_tensor("rows")
+                sources = json.loads(handle.metadata()["sources"])
+                _check_shard(handle, manifest, starts, tokens, mask)
             if not len(rows) == len(sources) == len(starts) - 1:
                 raise ValueError(f"{len(starts) - 1} samples, {len(rows)} rows and {len(sources)} sources")
-            number = len(self._shards)
-            self._shards.append(handle)
+            number = len(self._states)
+            self._states.append(_find_states(file, ("hidden", "aux") if manifest.aux_layers else ("hidden",)))
             self._tokens.append(tokens)
             self._masks.append(mask)
             self._places.extend((number, a, b) for a, b in pairwise(starts.tolist()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import signal
@@ -32,6 +33,9 @@ __all__ = ["Report", "TrainResult", "train"]
 
 _VALIDATION_STEPS = 5
 """Drafts in a row that validation looks at, or as many as are trained if that is more."""
+
+_TRIM_STEPS = 8
+"""Steps between two :func:`_trim_heap`. It costs a twentieth of a step, and memory grows fast between two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +208,8 @@ class _Run:
             for indices in batches[state.batch :]:
                 stopping = self._step(indices, stop())
                 state.batch += 1
+                if state.step % _TRIM_STEPS == 0:
+                    _trim_heap()
                 epoch_ends = state.batch == len(batches)
                 ends = state.step == self.num_steps
                 self._log_step(time.monotonic() - last)
@@ -343,6 +349,17 @@ class _Run:
         if self._validated:
             summary["validation"] = self._validated
         return summary
+
+
+def _trim_heap() -> None:
+    """Give freed memory back to the system, where the C library can (glibc).
+
+    No two batches are of the same size, so a step's tensors leave holes that the next one's do not fit: without this a
+    process grows to three times what a step needs.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _learning_rate(step: int, num_steps: int, options: TrainOptions) -> float:
