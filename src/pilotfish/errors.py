@@ -22,7 +22,13 @@ __all__ = [
     "PilotfishError",
     "RequestError",
     "UnsupportedModelError",
+    "cut",
+    "shown",
 ]
+
+
+_MAX_SHOWN = 80
+"""Characters of a value in a message."""
 
 
 class PilotfishError(Exception):
@@ -51,3 +57,16 @@ class RequestError(PilotfishError, ValueError):
 
 class BackendError(PilotfishError, RuntimeError):
     """A backend that was asked for and cannot run on this machine."""
+
+
+def shown(value: object) -> str:
+    """A value for messages: as Python writes it, cut where it is long."""
+    try:
+        return cut(repr(value))
+    except ValueError:  # it has an integer of more digits than Python writes
+        return f"<{type(value).__name__} of thousands of digits>"
+
+
+def cut(text: str) -> str:
+    """The beginning of a text that is long for a message."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

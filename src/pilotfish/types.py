@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal
 
-from pilotfish.errors import RequestError
+from pilotfish.errors import RequestError, shown
 
 __all__ = [
     "CompletionOutput",
@@ -55,24 +55,24 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         name = "structured_outputs"
         if not isinstance(self.json_object, bool):
-            raise RequestError(f"{name}.json_object={self.json_object!r}: must be true or false", name)
+            raise RequestError(f"{name}.json_object={shown(self.json_object)}: must be true or false", name)
         kinds = self._kinds
         if len(kinds) != 1:
             allowed = ", ".join(field.name for field in fields(self))
             raise RequestError(f"{name} has {' and '.join(kinds) or 'nothing'}: set exactly one of {allowed}", name)
         if self.json is not None and not isinstance(self.json, (str, Mapping)):
-            raise RequestError(f"{name}.json={self.json!r}: must be a JSON schema, an object or JSON text", name)
+            raise RequestError(f"{name}.json={shown(self.json)}: must be a JSON schema, an object or JSON text", name)
         for kind in ("regex", "grammar"):
             value = getattr(self, kind)
             if value is not None and not (isinstance(value, str) and value):
-                raise RequestError(f"{name}.{kind}={value!r}: must be a string that is not empty", name)
+                raise RequestError(f"{name}.{kind}={shown(value)}: must be a string that is not empty", name)
         choice: object = self.choice
         if choice is not None:
             is_list = isinstance(choice, Sequence) and not isinstance(choice, (str, bytes)) and len(choice) > 0
             texts = choice if isinstance(choice, Sequence) and is_list else [choice]
             wrong = [text for text in texts if not is_list or not isinstance(text, str) or not text]
             if wrong:
-                raise RequestError(f"{name}.choice has {wrong[0]!r}: must be a list of strings, none empty", name)
+                raise RequestError(f"{name}.choice has {shown(wrong[0])}: must be a list of strings, none empty", name)
 
     @property
     def kind(self) -> str:
@@ -150,7 +150,7 @@ class SamplingParams:
         _check_float("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True, hint="1 changes nothing")
         _check_logit_bias(self.logit_bias)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None, hint="None runs to the end of the context")
+            _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_stop(self.stop)
         _check_stop_token_ids(self.stop_token_ids)
@@ -179,7 +179,7 @@ def _check_int(name: str, value: object, low: int, high: int | None, hint: str =
     allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
     if not ok:
-        raise RequestError(f"{name}={value!r}: must be {allowed}" + (f" ({hint})" if hint else ""), name)
+        raise RequestError(f"{name}={shown(value)}: must be {allowed}" + (f" ({hint})" if hint else ""), name)
 
 
 def _check_float(
@@ -190,6 +190,7 @@ def _check_float(
     high: float | None = None,
     low_open: bool = False,
     hint: str = "",
+    param: str | None = None,
 ) -> None:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     if ok:
@@ -199,42 +200,45 @@ def _check_float(
     if not ok:
         bound = f"above {low:g}" if low_open else f"at least {low:g}"
         bound += "" if high is None else f" and at most {high:g}"
-        raise RequestError(f"{name}={value!r}: must be a finite number {bound}" + (f" ({hint})" if hint else ""), name)
+        message = f"{name}={shown(value)}: must be a finite number {bound}" + (f" ({hint})" if hint else "")
+        raise RequestError(message, param or name)
 
 
 def _check_logit_bias(bias: object) -> None:
     if bias is None:
         return
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias={bias!r}: must map token ids to numbers from -100 to 100", "logit_bias")
+        raise RequestError(f"logit_bias={shown(bias)}: must map token ids to numbers from -100 to 100", "logit_bias")
     for token_id, value in bias.items():
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
             raise RequestError(
-                f"logit_bias has the key {token_id!r}: keys must be token ids (integers >= 0)", "logit_bias"
+                f"logit_bias has the key {shown(token_id)}: keys must be token ids (integers >= 0)", "logit_bias"
             )
-        _check_float(f"logit_bias[{token_id}]", value, low=-100.0, high=100.0)
+        _check_float(f"logit_bias[{token_id}]", value, low=-100.0, high=100.0, param="logit_bias")
 
 
 def _check_stop(stop: object) -> None:
     if stop is None:
         return
     if isinstance(stop, (bytes, bytearray)) or not isinstance(stop, (str, Sequence)):
-        raise RequestError(f"stop={stop!r}: must be a string that is not empty, or a list of such strings", "stop")
+        raise RequestError(f"stop={shown(stop)}: must be a string that is not empty, or a list of such strings", "stop")
     for text in [stop] if isinstance(stop, str) else stop:
         if not isinstance(text, str) or not text:
-            raise RequestError(f"stop={text!r}: every stop must be a string that is not empty", "stop")
+            raise RequestError(f"stop={shown(text)}: every stop must be a string that is not empty", "stop")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise RequestError(f"stop={text!r}: has a lone surrogate, which no output can hold", "stop")
+            raise RequestError(f"stop={shown(text)}: has a lone surrogate, which no output can hold", "stop")
 
 
 def _check_stop_token_ids(ids: object) -> None:
     if ids is None:
         return
     if not isinstance(ids, Sequence) or isinstance(ids, (str, bytes)):
-        raise RequestError(f"stop_token_ids={ids!r}: must be a list of token ids", "stop_token_ids")
+        raise RequestError(f"stop_token_ids={shown(ids)}: must be a list of token ids", "stop_token_ids")
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise RequestError(f"stop_token_ids has the entry {token_id!r}: must be an integer >= 0", "stop_token_ids")
+            raise RequestError(
+                f"stop_token_ids has the entry {shown(token_id)}: must be an integer >= 0", "stop_token_ids"
+            )
 
 
 @dataclass(frozen=True, slots=True)

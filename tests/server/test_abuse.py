@@ -266,6 +266,9 @@ def test_raw_nonsense_on_the_wire(server: RunningServer) -> None:
     ):
         with connect(server) as connection:
             connection.sendall(content)
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(4096)
+            received = b"".join(iter(lambda connection=connection: connection.recv(4096), b""))  # to the end
+        head, _, body = received.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ") and b"content-type: application/json" in head
+        error = json.loads(body)["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["code"] == "invalid_http"
     assert server.call("GET", "/health").status_code == 200

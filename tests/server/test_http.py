@@ -263,6 +263,94 @@ def test_malformed_bodies_are_400(headers: dict[str, str], content: bytes) -> No
     with_client(work)
 
 
+# Fields of a request that are wrong, by endpoint: what is sent, the error's param, code and message.
+TEXT, TURNS = "/v1/completions", "/v1/chat/completions"
+CONTEXT, INVALID, UNKNOWN, UNSUPPORTED = "context_length_exceeded", "invalid_value", "unknown_field", "unsupported"
+WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
+    (TEXT, {"temperature": "hot"}, "temperature", INVALID, '^temperature="hot": must be a number'),
+    (TEXT, {"temperature": True}, "temperature", INVALID, "^temperature=true: must be a number"),
+    (TEXT, {"temperature": -1}, "temperature", INVALID, "^temperature=-1.0: .*at least 0"),
+    (TEXT, {"n": [None]}, "n", INVALID, r"^n=\[null\]: must be an integer"),
+    (TEXT, {"n": 10**4000}, "n", INVALID, r"^n=10{70,79}\.\.\.: must be an integer from 1 to 64"),
+    (TEXT, {"max_tokens": 10**4000}, "max_tokens", CONTEXT, r"^max_tokens=10{70,79}\.\.\. after.*at most 123"),
+    (TEXT, {"top_k": -(10**4000)}, "top_k", INVALID, r"^top_k=-10+\.\.\.: must be"),
+    (TEXT, {"temperature": 10**400}, "temperature", INVALID, r"^temperature=10+\.\.\.: must be"),
+    (TEXT, {"logprobs": 101}, "logprobs", INVALID, "^logprobs=101: .*to 100"),
+    (TEXT, {"max_tokens": 0}, "max_tokens", INVALID, "^max_tokens=0: must be an integer of at least 1$"),
+    (TEXT, {"max_tokens": 500}, "max_tokens", CONTEXT, "Lower max_tokens to at most 123"),
+    (TEXT, {"logit_bias": {"5": 200}}, "logit_bias", INVALID, r"^logit_bias\[5\]=200.0: .*at most 100"),
+    (TEXT, {"logit_bias": {"5": None}}, "logit_bias", INVALID, r"^logit_bias\[5\]=null: must be a num"),
+    (TEXT, {"logit_bias": {"x": 1}}, "logit_bias", INVALID, 'the key "x"'),
+    (TEXT, {"logit_bias": {"99": 1}}, "logit_bias", INVALID, "token id 99"),
+    (TEXT, {"stop": [None]}, "stop", INVALID, "^stop=null: must be a string"),
+    (TEXT, {"stop": ["a", True]}, "stop", INVALID, "^stop=true: must be a string"),
+    (TEXT, {"stop": {"a": None}}, "stop", INVALID, '^stop={"a": null}: must be a string'),
+    (TEXT, {"stop_token_ids": ["a"]}, "stop_token_ids", INVALID, r'^stop_token_ids\[0\]="a": must be'),
+    (TEXT, {"stop_token_ids": [1, 99]}, "stop_token_ids", INVALID, "token id 99"),
+    (TEXT, {"prompt": [1, None]}, "prompt", INVALID, "the token id null"),
+    (TEXT, {"prompt": [1, 10**4000]}, "prompt", INVALID, r"the token id 10+\.\.\.: "),
+    (TEXT, {"prompt": "a" * 200}, "prompt", CONTEXT, "^The prompt has 200 tokens.*128"),
+    (TEXT, {"prompt": None}, "prompt", "missing_field", "^prompt: is missing"),
+    (TEXT, {"best_of": 2}, "best_of", INVALID, "^best_of=2: "),
+    (TEXT, {"max_completion_tokens": 2}, "max_completion_tokens", UNKNOWN, "not a known field"),
+    (TEXT, {"tools": [1]}, "tools", UNSUPPORTED, "not supported"),
+    (TEXT, {"stream_options": {"x": 1}}, "stream_options.x", UNKNOWN, "not a known field"),
+    (TEXT, {"stream_options": True}, "stream_options", INVALID, "^stream_options=true: must be an object"),
+    (TEXT, {"speculation": {"enabled": 1}}, "speculation.enabled", INVALID, "=1: must be true or false"),
+    (TEXT, {"speculation": {"num_drafts": -1}}, "speculation.num_drafts", INVALID,
+     "^speculation.num_drafts=-1: "),
+    (TEXT, {"guided_json": False}, "guided_json", INVALID, "^guided_json=false: must be a JSON schema"),
+    (TEXT, {"guided_json": 3}, "guided_json", INVALID, "^guided_json=3: must be a JSON schema"),
+    (TEXT, {"guided_regex": ""}, "guided_regex", INVALID, "^guided_regex='': must be a string"),
+    (TEXT, {"guided_choice": []}, "guided_choice", INVALID, "^guided_choice has "),
+    (TEXT, {"guided_choice": ["a", 1]}, "guided_choice", INVALID, r"^guided_choice\[1\]=1: must be a s"),
+    (TEXT, {"structured_outputs": {"json": False}}, "structured_outputs.json", INVALID,
+     "^structured_outputs.json=false: must be a JSON schema"),
+    (TEXT, {"structured_outputs": {"regex": ""}}, "structured_outputs.regex", INVALID,
+     "^structured_outputs.regex='': "),
+    (TEXT, {"structured_outputs": {}}, "structured_outputs", INVALID, "exactly one of"),
+    (TEXT, {"response_format": "json"}, "response_format", INVALID, '^response_format="json": must be an '),
+    (TEXT, {"response_format": {"type": "xml"}}, "response_format.type", INVALID, "'json_schema'"),
+    (TEXT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_field", "needs"),
+    (TEXT, {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+     "response_format.json_schema.schema", INVALID, "^response_format.json_schema.schema=true: must be an object"),
+    (TURNS, {"logprobs": True, "top_logprobs": 101}, "top_logprobs", INVALID,
+     "^top_logprobs=101: must be an integer from 0 to 100"),
+    (TURNS, {"top_logprobs": 2}, "top_logprobs", INVALID, "^top_logprobs=2: needs"),
+    (TURNS, {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", INVALID,
+     "^max_completion_tokens=0: must be"),
+    (TURNS, {"max_tokens": None, "max_completion_tokens": 500}, "max_completion_tokens", CONTEXT,
+     "^max_completion_tokens=500 .*Lower max_completion_tokens to at most"),
+    (TURNS, {"best_of": 1}, "best_of", UNKNOWN, "not a known field"),
+    (TURNS, {"messages": [1]}, "messages[0]", INVALID, r"^messages\[0\]=1: must be an object"),
+    (TURNS, {"messages": [{"role": None}]}, "messages[0].role", INVALID, "=null: must be one of"),
+    (TURNS, {"messages": [{"role": "user"}]}, "messages[0].content", INVALID, "=null: must be a str"),
+    (TURNS, {"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", INVALID,
+     "surrogate"),
+    (TURNS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0].type", UNSUPPORTED, '^messages.*="image_url": '),
+    (TURNS, {"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls",
+     UNSUPPORTED, "not supported"),
+    (TURNS, {"messages": [{"role": "user", "content": "a" * 200}]}, "messages", CONTEXT, "202 tokens"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("endpoint", "fields", "param", "code", "message"), WRONG)
+def test_a_400_names_the_field_as_the_client_wrote_it(
+    endpoint: str, fields: dict[str, Any], param: str, code: str, message: str
+) -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        body = (CHAT if endpoint == TURNS else COMPLETION) | fields
+        response = await client.post(endpoint, content=json.dumps(body), headers={"content-type": "application/json"})
+        check_error(response, 400, param, message)
+        error = response.json()["error"]
+        assert error["code"] == code and error["type"] == "invalid_request_error"
+        assert not re.search(r"\bNone\b|\bTrue\b|\bFalse\b|[Dd]ictionary", error["message"])
+        assert len(error["message"]) < 400
+
+    with_client(work)
+
+
 def test_unknown_models_paths_and_methods() -> None:
     async def work(client: httpx.AsyncClient) -> None:
         response = await client.post("/v1/completions", json=COMPLETION | {"model": "gpt"})
@@ -271,6 +359,9 @@ def test_unknown_models_paths_and_methods() -> None:
         check_error(await client.get("/v1/models/gpt"), 404, "model")
         check_error(await client.get("/v1/nothing"), 404)
         check_error(await client.get("/v1/completions"), 405)
+        for path in ("http://server//", "/v1/models//", "/health/", "/v1//models", "/page", "/v1/chat/completions/"):
+            response = await client.post(path, json=CHAT) if "chat" in path else await client.get(path)
+            assert response.status_code == 404 and set(response.json()["error"]) == {"message", "type", "param", "code"}
         cards = (await client.get("/v1/models")).json()
         assert [card["id"] for card in cards["data"]] == ["letters", "fish"]
         assert cards["data"][0]["owned_by"] == "pilotfish" and cards["data"][0]["max_model_len"] == 128
@@ -470,7 +561,8 @@ def test_pages_of_other_origins_may_call_only_if_they_are_named() -> None:
         assert response.status_code == 200
         assert response.headers["access-control-allow-origin"] == "https://page.example"
         other = await client.options("/v1/completions", headers=headers | {"origin": "https://other.example"})
-        assert "access-control-allow-origin" not in other.headers
+        check_error(other, 400, None, "https://other.example.*https://page.example.*--cors-origin")
+        assert "access-control-allow-origin" not in other.headers and other.json()["error"]["code"] == "cors_refused"
 
     with_client(closed)
     with_client(opened, cors_origins=("https://page.example",), api_key="secret")
@@ -494,6 +586,18 @@ def test_the_page_is_served_under_a_strict_policy_or_not_at_all() -> None:
 
     with_client(work, api_key="secret")  # it asks a person for the key, so it needs none
     with_client(without, page=False)
+
+
+def test_head_goes_where_get_goes() -> None:
+    async def work(client: httpx.AsyncClient) -> None:
+        for path in ("/", "/health", "/v1/models", "/v1/models/letters", "/metrics", "/page/app.js", "/openapi.json"):
+            head, got = await client.head(path), await client.get(path)
+            assert head.status_code == got.status_code == 200, path
+            assert head.headers["content-type"] == got.headers["content-type"]
+        assert (await client.head("/v1/completions")).status_code == 405
+        assert (await client.head("/v1/models/gpt")).status_code == 404
+
+    with_client(work)
 
 
 def test_openapi_describes_the_bodies_and_loads_nothing_from_elsewhere() -> None:

@@ -243,11 +243,15 @@ def test_json_schema_and_regex(json_server: RunningServer) -> None:
             guided = client.completions.create(**wanted, extra_body={"guided_regex": "x[0-2]{3}"})
             assert guided.choices[0].text[0] == "x" and len(guided.choices[0].text) == 4
         assert ended >= 8
-        for field, value in (
-            ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}),
-            ("structured_outputs", {"regex": "(?=a)"}),
-            ("guided_grammar", "no grammar"),
+        for field, value, param in (
+            (
+                "response_format",
+                {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
+                "response_format.json_schema.schema",
+            ),
+            ("structured_outputs", {"regex": "(?=a)"}, "structured_outputs.regex"),
+            ("guided_grammar", "no grammar", "guided_grammar"),
         ):
             with pytest.raises(openai.BadRequestError) as caught:
                 client.completions.create(model="letters", prompt=[1], extra_body={field: value})
-            assert caught.value.param == field
+            assert caught.value.param == param and caught.value.body["message"].startswith(param)  # type: ignore[index]

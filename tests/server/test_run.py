@@ -64,12 +64,43 @@ def test_stopping_lets_a_stream_finish_and_takes_no_more() -> None:
             first = next(lines)
             server.server.should_exit = True
             wait_for(lambda: server.host.state == "draining")
-            with pytest.raises(httpx.HTTPError):
+            with pytest.raises(httpx.ConnectError):
                 server.call("GET", "/health")
             gate.set()
             rest = [line for line in lines if line]
         assert first.startswith("data: {") and rest[-1] == "data: [DONE]"
     assert server.host.state == "stopped" and not engine.has_unfinished
+
+
+def test_a_request_that_is_still_being_sent_when_it_stops_is_503() -> None:
+    engine = letters_engine(None)
+    step, gate = engine.step, threading.Event()
+
+    def wait() -> Any:
+        assert gate.wait(60)
+        return step()
+
+    engine.step = wait  # type: ignore[method-assign]
+    content = json.dumps(BODY).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
+    with running(make_host(engine=engine)) as server:
+        address = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((address[0], int(address[1])), timeout=60) as first:
+            first.sendall(f"{head}\r\n\r\n".encode() + content)
+            wait_for(lambda: server.host.num_open == 1)
+            with socket.create_connection((address[0], int(address[1])), timeout=60) as second:
+                second.sendall(f"{head}\r\n\r\n".encode() + content[:5])
+                wait_for(lambda: len(server.server.server_state.tasks) == 2)
+                server.server.should_exit = True
+                wait_for(lambda: server.host.state == "draining")
+                second.sendall(content[5:])
+                refused = b"".join(iter(lambda: second.recv(4096), b""))
+            gate.set()
+            answered = b"".join(iter(lambda: first.recv(4096), b""))
+    assert refused.startswith(b"HTTP/1.1 503 ") and b"it is shutting down" in refused
+    assert answered.startswith(b"HTTP/1.1 200 ") and answered.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_a_busy_port_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:

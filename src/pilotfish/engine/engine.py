@@ -10,10 +10,9 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 
 from pilotfish.config import EngineConfig
-from pilotfish.engine.request import Completion, Request
+from pilotfish.engine.request import Completion, Request, checked_prompt
 from pilotfish.engine.scheduler import Row, ScheduledRow, Scheduler
 from pilotfish.errors import RequestError
 from pilotfish.grammar import Grammar, GrammarCompiler
@@ -145,7 +144,12 @@ class Engine:
         Raises:
             RequestError: it cannot be served. Nothing has changed then.
         """
-        prompt_ids = self._check_request(request_id, prompt_token_ids, params)
+        if request_id in self._requests:
+            raise RequestError(
+                f"request_id={request_id!r} is in use by a request under way. Choose another.", "request_id"
+            )
+        vocab_size = self.model_config.vocab_size
+        prompt_ids = checked_prompt(prompt_token_ids, params, max_model_len=self.max_model_len, vocab_size=vocab_size)
         structured = params.structured_outputs
         grammar = None if structured is None else self._grammars.compile(structured)
         stats = RequestStats(arrival_time=self._clock(), speculation=self._speculation_stats())
@@ -334,39 +338,6 @@ class Engine:
             stop_token_ids=stop,
             eos_token_ids=eos - frozenset(params.stop_token_ids or ()),
         )
-
-    def _check_request(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> list[int]:
-        """The prompt as a list of plain ints, or a RequestError."""
-        if request_id in self._requests:
-            raise RequestError(
-                f"request_id={request_id!r} is in use by a request under way. Choose another.", "request_id"
-            )
-        prompt_ids = list(prompt_token_ids)
-        vocab_size, limit = self.model_config.vocab_size, self.max_model_len
-        if not prompt_ids:
-            raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
-        for token_id in prompt_ids:
-            if not _is_token_id(token_id, vocab_size):
-                allowed = f"this model's ids are integers from 0 to {vocab_size - 1}"
-                raise RequestError(f"The prompt has the token id {token_id!r}: {allowed}.", "prompt")
-        if len(prompt_ids) >= limit:
-            raise RequestError(
-                f"The prompt has {len(prompt_ids)} tokens; the context (max_model_len) is {limit} tokens and must "
-                f"also hold the output, so a prompt may have at most {limit - 1}. Shorten it or raise max_model_len.",
-                "prompt",
-            )
-        if params.max_tokens is not None and len(prompt_ids) + params.max_tokens > limit:
-            raise RequestError(
-                f"max_tokens={params.max_tokens} after a prompt of {len(prompt_ids)} tokens needs "
-                f"{len(prompt_ids) + params.max_tokens} tokens; the context (max_model_len) is {limit}. "
-                f"Lower max_tokens to at most {limit - len(prompt_ids)}, or set it to None to run to the end.",
-                "max_tokens",
-            )
-        return [int(token_id) for token_id in prompt_ids]
-
-
-def _is_token_id(value: object, vocab_size: int) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and 0 <= int(value) < vocab_size
 
 
 def _segments(scheduled: Sequence[ScheduledRow], proposal: Proposal) -> list[Segment]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from pilotfish.engine.scheduler import Row
-from pilotfish.sampling import SamplerState
+from pilotfish.errors import RequestError, shown
+from pilotfish.sampling import SamplerState, check_vocabulary
 from pilotfish.text import Detokenizer, StopStringMatcher, Tokenizer
 from pilotfish.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 
-__all__ = ["Completion", "Request"]
+__all__ = ["Completion", "Request", "checked_prompt"]
 
 
 @dataclass(eq=False, slots=True)
@@ -123,3 +125,47 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return all(completion.is_finished for completion in self.completions)
+
+
+def checked_prompt(
+    prompt_token_ids: Sequence[int], params: SamplingParams, *, max_model_len: int, vocab_size: int
+) -> list[int]:
+    """The prompt as a list of plain ints, of a request that an engine can serve.
+
+    Args:
+        prompt_token_ids: the prompt.
+        params: how to choose its tokens.
+        max_model_len: of the engine.
+        vocab_size: of its model.
+
+    Raises:
+        RequestError: a token id that the model does not have, or prompt and output do not fit into the context.
+    """
+    prompt_ids = list(prompt_token_ids)
+    if not prompt_ids:
+        raise RequestError("The prompt is empty: it must have at least one token.", "prompt")
+    for token_id in prompt_ids:
+        if not _is_token_id(token_id, vocab_size):
+            allowed = f"this model's ids are integers from 0 to {vocab_size - 1}"
+            raise RequestError(f"The prompt has the token id {shown(token_id)}: {allowed}.", "prompt")
+    check_vocabulary(params, vocab_size)
+    room = max_model_len - len(prompt_ids)
+    if room < 1:
+        raise RequestError(
+            f"The prompt has {len(prompt_ids)} tokens; the context (max_model_len) is {max_model_len} tokens and must "
+            f"also hold the output, so a prompt may have at most {max_model_len - 1}. Shorten it or raise "
+            "max_model_len.",
+            "prompt",
+        )
+    if params.max_tokens is not None and params.max_tokens > room:
+        raise RequestError(
+            f"max_tokens={shown(params.max_tokens)} after a prompt of {len(prompt_ids)} tokens needs "
+            f"{shown(len(prompt_ids) + params.max_tokens)} tokens; the context (max_model_len) is {max_model_len}. "
+            f"Lower max_tokens to at most {room}, or raise max_model_len.",
+            "max_tokens",
+        )
+    return [int(token_id) for token_id in prompt_ids]
+
+
+def _is_token_id(value: object, vocab_size: int) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and 0 <= int(value) < vocab_size

@@ -8,7 +8,7 @@ distribution that they are chosen from, :mod:`pilotfish.sampling.accept` says wh
 from pilotfish.sampling.accept import Verdict, accept_chain, accept_tree, reject_chain, reject_tree, threshold_chain
 from pilotfish.sampling.process import choose, process_logits, softmax_probs
 from pilotfish.sampling.sampler import SampleResult, logprobs_of, noise_keys, sample
-from pilotfish.sampling.state import Constraint, LogitsRow, SamplerState
+from pilotfish.sampling.state import Constraint, LogitsRow, SamplerState, check_vocabulary
 
 __all__ = [
     "Constraint",
@@ -18,6 +18,7 @@ __all__ = [
     "Verdict",
     "accept_chain",
     "accept_tree",
+    "check_vocabulary",
     "choose",
     "logprobs_of",
     "noise_keys",

@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pilotfish.errors import RequestError
+from pilotfish.errors import RequestError, shown
 from pilotfish.types import SamplingParams
 
-__all__ = ["Constraint", "LogitsRow", "SamplerState", "TokenCounts"]
+__all__ = ["Constraint", "LogitsRow", "SamplerState", "TokenCounts", "check_vocabulary"]
 
 _GREEDY_BELOW = 1e-10
 """Temperatures below this are greedy: dividing by them would overflow float32, and no noise reaches that far."""
@@ -155,8 +155,7 @@ class SamplerState:
     ) -> None:
         stop_ids = tuple(params.stop_token_ids or ())
         bias = dict(params.logit_bias or {})
-        _check_ids("stop_token_ids", stop_ids, vocab_size)
-        _check_ids("logit_bias", bias, vocab_size)
+        check_vocabulary(params, vocab_size)
         _check_ids("prompt_token_ids", prompt_token_ids, vocab_size)
 
         self.params = params
@@ -229,7 +228,19 @@ def _inverse_temperature(temperature: float) -> float:
     return max(1.0 / temperature, _MIN_INVERSE_TEMPERATURE)
 
 
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Whether the model has the token ids that the parameters name.
+
+    Raises:
+        RequestError: it does not.
+    """
+    _check_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+    _check_ids("logit_bias", params.logit_bias or (), vocab_size)
+
+
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise RequestError(f"{name} has the token id {token}: this model's ids are 0 to {vocab_size - 1}", name)
+            raise RequestError(
+                f"{name} has the token id {shown(token)}: this model's ids are 0 to {vocab_size - 1}", name
+            )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
@@ -13,8 +12,8 @@ from typing import Any, TypeVar
 import anyio.to_thread
 from anyio import CapacityLimiter
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
@@ -25,7 +24,7 @@ from pilotfish.server.generation import Generation
 from pilotfish.server.host import EngineHost
 from pilotfish.server.logs import summarise
 from pilotfish.server.metrics import Metrics
-from pilotfish.server.middleware import BodyLimit, KeyCheck, RequestId
+from pilotfish.server.middleware import BodyLimit, Cors, CountErrors, ErrorResponse, KeyCheck, Refusal, RequestId
 from pilotfish.server.openapi import describe, takes
 from pilotfish.server.prepare import Prepared, Preparer
 from pilotfish.server.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -34,8 +33,6 @@ from pilotfish.server.static import add_page
 from pilotfish.server.tokens import Tokens
 
 __all__ = ["create_app"]
-
-logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -56,12 +53,18 @@ def create_app(host: EngineHost, settings: ServerSettings) -> FastAPI:
     """
     # FastAPI's own documentation pages load scripts from elsewhere.
     app = FastAPI(
-        title="Pilotfish", version=__version__, docs_url=None, redoc_url=None, lifespan=_lifespan(host, settings)
+        title="Pilotfish",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # a POST that is sent elsewhere loses its body with some clients
+        lifespan=_lifespan(host, settings),
     )
     server = _Server(host, settings)
     _add_routes(app, server)
     if settings.page:
         add_page(app)
+    _answer_head(app)
     describe(app)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestError, _on_request_error)
@@ -72,13 +75,14 @@ def create_app(host: EngineHost, settings: ServerSettings) -> FastAPI:
     app.add_middleware(KeyCheck, api_key=settings.api_key)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(RequestId)
+    app.add_middleware(CountErrors, errors=server.metrics.http_errors)
     return app
 
 
@@ -111,7 +115,8 @@ class _Server:
             async with asyncio.timeout(_BODY_TIMEOUT):
                 raw = await request.body()
         except TimeoutError:
-            raise ApiError(408, f"The request body did not come within {_BODY_TIMEOUT:g} seconds.") from None
+            message = f"The request body did not come within {_BODY_TIMEOUT:g} seconds."
+            raise ApiError(408, message, code="body_timeout") from None
         try:
             return await anyio.to_thread.run_sync(work, raw, limiter=self._limiter)
         except RecursionError:
@@ -185,6 +190,13 @@ def _add_routes(app: FastAPI, server: _Server) -> None:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+def _answer_head(app: FastAPI) -> None:
+    """Let HEAD go wherever GET goes; the HTTP server leaves the body out."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+
+
 def _lifespan(
     host: EngineHost, settings: ServerSettings
 ) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
@@ -211,9 +223,7 @@ def _fingerprint(host: EngineHost, settings: ServerSettings) -> str:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    fields = {"path": request.url.path, "status": error.status, "param": error.param, "error": error.message}
-    logger.info("refused", extra={"fields": fields})
-    return Response(error.json(), error.status, error.headers, "application/json")
+    return Refusal(error)
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
@@ -241,5 +251,4 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 async def _on_bug(request: Request, error: Exception) -> Response:
     """An error that nobody foresaw; Starlette logs it with its traceback."""
     message = "The server made an error with this request. Its log has more."
-    failure = ApiError(500, message, code="internal_error")
-    return Response(failure.json(), failure.status, media_type="application/json")
+    return ErrorResponse(ApiError(500, message, code="internal_error"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ _ERROR_TYPES = {
 _MAX_MESSAGE = 1_000
 """Characters: messages repeat values of the request, which may be as long as the request."""
 
-_PARAM_NAMES = {
+_FIELD_NAMES = {
     "num_drafts": "speculation.num_drafts",
     "speculate": "speculation.enabled",
 }
@@ -34,7 +35,7 @@ class ApiError(Exception):
     Args:
         status: of the HTTP response.
         message: what was asked, what is allowed, which knob to turn.
-        param: the field at fault.
+        param: the field at fault, such as ``temperature`` or ``messages[0].content``.
         code: a word for programs.
         headers: of the response.
     """
@@ -66,23 +67,33 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request is wrong."""
-    return ApiError(400, message, param=param, code=code)
+    """400: the request is wrong. Without a ``code`` it says whether a field is, or the request as a whole."""
+    return ApiError(400, message, param=param, code=code or ("invalid_request" if param is None else "invalid_value"))
 
 
 def from_request_error(error: RequestError, names: Mapping[str, str] | None = None) -> ApiError:
-    """400 for what the engine refuses.
+    """400 for what the engine refuses, in the client's words.
 
     Args:
         error: the engine's.
         names: fields of the request by the engine's name, where they differ.
     """
-    param = error.param
-    if param is not None:
-        param = {**_PARAM_NAMES, **(names or {})}.get(param, param)
-    message = str(error)
+    message, param = str(error), error.param
     code = "context_length_exceeded" if "max_model_len" in message else None
-    return bad_request(message, param, code)
+    if param is None:
+        return bad_request(message, code=code)
+    names = {**_FIELD_NAMES, **(names or {})}
+    return bad_request(_renamed(message, param, names), names.get(param, param), code)
+
+
+def _renamed(message: str, param: str, names: Mapping[str, str]) -> str:
+    """The message with the client's name for the parameter at fault, and for parts of it."""
+    if param == "prompt":  # "the prompt" is what the model gets, whichever field it comes from
+        return message
+    mine = sorted((name for name in names if name == param or name.startswith(f"{param}.")), key=len, reverse=True)
+    if not mine:
+        return message
+    return re.sub(rf"\b({'|'.join(map(re.escape, mine))})\b", lambda found: names[found[0]], message)
 
 
 def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from pilotfish.server.errors import ApiError
 from pilotfish.server.host import EngineHost
-from pilotfish.server.middleware import send_error
+from pilotfish.server.middleware import ErrorResponse, Refusal
 from pilotfish.server.prepare import Prepared
 from pilotfish.server.protocol.answers import Choice, ChunkWriter, usage
 from pilotfish.server.stream import Delta, StreamGroup
@@ -50,17 +50,21 @@ class Generation(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: ApiError | None = None
-        gone = asyncio.ensure_future(_client_gone(receive))
         try:
             self._group = self._host.submit(self._call.jobs)
-            gone.add_done_callback(lambda _: self._host.cancel(self._group))
+        except ApiError as refusal:
+            await Refusal(refusal)(scope, receive, send)
+            return
+        gone = asyncio.ensure_future(_client_gone(receive))
+        gone.add_done_callback(lambda _: self._host.cancel(self._group))
+        try:
             if self._call.stream:
                 error = await self._stream(send)
             else:
                 await self._whole(send)
         except ApiError as refusal:
             error, self._status = refusal, refusal.status
-            await send_error(refusal, send)
+            await ErrorResponse(refusal)(scope, receive, send)
         finally:
             gone.cancel()
             self._host.cancel(self._group)
@@ -113,7 +117,7 @@ class Generation(Response):
         return place * self._call.answer.n + delta.index
 
     def _log(self, scope: Scope, error: ApiError | None) -> None:
-        """One line a request, at its end."""
+        """One line a request that the engine took, at its end."""
         answer, outputs = self._call.answer, self._group.outputs
         fields: dict[str, Any] = {
             "id": answer.answer_id,

@@ -105,6 +105,14 @@ class EngineHost:
         """The engine at work; it belongs to its own thread, others may only look. None while there is none."""
         return self._worker.engine if self._worker is not None else None
 
+    def ready_engine(self) -> Engine:
+        """The engine, as :attr:`engine`, when it takes requests.
+
+        Raises:
+            ApiError: 503, it does not.
+        """
+        return self._ready_worker().engine
+
     @property
     def num_open(self) -> int:
         """Requests that wait or run."""
@@ -185,9 +193,7 @@ class EngineHost:
                 self._end(stream, ApiError(499, "the client has gone away", code="cancelled"))
 
     def _admitting(self, jobs: Sequence[Job]) -> EngineWorker:
-        if self._state != "ready":
-            raise unavailable(f"The engine takes no requests: {self._reason}. Try again later.", "engine_unavailable")
-        assert self._worker is not None
+        worker = self._ready_worker()
         limit = self.config.max_num_seqs + self.settings.max_queue
         count = sum(job.params.n for job in jobs)
         if count > limit:
@@ -202,7 +208,13 @@ class EngineHost:
                 "(max_num_seqs + max_queue). Try again later, or start the server with a larger --max-queue.",
                 "queue_full",
             )
-        return self._worker
+        return worker
+
+    def _ready_worker(self) -> EngineWorker:
+        worker = self._worker
+        if self._state != "ready" or worker is None:
+            raise unavailable(f"The engine takes no requests: {self._reason}. Try again later.", "engine_unavailable")
+        return worker
 
     def _set_timer(self, stream: RequestStream) -> None:
         timeout = self.settings.request_timeout

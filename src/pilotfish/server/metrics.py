@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -40,6 +41,9 @@ class Metrics:
     Args:
         host: of the engine.
         model_name: label of every metric.
+
+    Attributes:
+        http_errors: responses with an error's status, by status.
     """
 
     def __init__(self, host: EngineHost, model_name: str) -> None:
@@ -52,6 +56,7 @@ class Metrics:
                                "tokens.", _ITL_BUCKETS)  # fmt: skip
         self._e2e = _Histogram("e2e_request_latency_seconds", "From a request's arrival to its end.", _E2E_BUCKETS)
         self._finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+        self.http_errors: Counter[int] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(self))
         ProcessCollector(registry=self._registry)
@@ -86,13 +91,9 @@ class Metrics:
         yield self._counter("spec_decode_num_drafts", "Steps that verified drafts.", speculation.num_steps)
         yield self._counter("spec_decode_num_draft_tokens", "Tokens drafted.", speculation.num_drafted)
         yield self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.", speculation.num_accepted)
-        by_position = CounterMetricFamily(
-            f"{_PREFIX}spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by their position in the proposal.",
-            labels=["model_name", "position"],
-        )  # fmt: skip
-        for position, count in enumerate(speculation.accepted_at):
-            by_position.add_metric([self._model_name, str(position)], count)
-        yield by_position
+        yield self._counters("spec_decode_num_accepted_tokens_per_pos",
+                             "Drafts accepted, by their position in the proposal.", "position",
+                             dict(enumerate(speculation.accepted_at)))  # fmt: skip
         yield self._gauge("num_requests_running", "Sequences in the engine's steps.", load.num_running)
         yield self._gauge("num_requests_waiting", "Sequences that wait for a place.", load.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV pages in use; 1 is all.", load.kv_usage)
@@ -103,19 +104,21 @@ class Metrics:
         yield self._counter("num_preemptions", "Sequences that lost their pages.", stats.num_preemptions)
         yield self._counter("engine_steps", "Forward passes of the target.", stats.num_steps)
         yield self._counter("engine_restarts", "Engines built after a failure.", self._host.num_restarts)
-        finished = CounterMetricFamily(
-            f"{_PREFIX}request_success", "Completions by why they ended, and requests that failed.",
-            labels=["model_name", "finished_reason"],
-        )  # fmt: skip
-        for reason, count in self._finished.items():
-            finished.add_metric([self._model_name, reason], count)
-        yield finished
+        yield self._counters("request_success", "Completions by why they ended, and requests that failed.",
+                             "finished_reason", self._finished)  # fmt: skip
+        yield self._counters("http_errors", "Responses with an error's status.", "status", self.http_errors)
         for histogram in (self._ttft, self._itl, self._e2e):
             yield histogram.family(self._model_name)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(f"{_PREFIX}{name}", text, labels=["model_name"])
         family.add_metric([self._model_name], value)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[Any, float]) -> Metric:
+        family = CounterMetricFamily(f"{_PREFIX}{name}", text, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model_name, str(key)], value)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:

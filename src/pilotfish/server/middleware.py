@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: the key, the size of its body, its id. Plain ASGI.
+"""What every request passes before a route sees it: its id, its origin, the key, the size of its body. Plain ASGI.
 
 Starlette's own base class for middleware would put a queue between a stream and its client.
 """
@@ -6,18 +6,94 @@ Starlette's own base class for middleware would put a queue between a stream and
 from __future__ import annotations
 
 import hmac
+import logging
 import uuid
+from collections import Counter
 
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pilotfish.server.errors import ApiError
 
-__all__ = ["BodyLimit", "KeyCheck", "RequestId", "send_error"]
+__all__ = ["BodyLimit", "Cors", "CountErrors", "ErrorResponse", "KeyCheck", "Refusal", "RequestId"]
+
+logger = logging.getLogger(__name__)
 
 _OPEN_PATHS = frozenset({"/", "/health", "/favicon.ico"})
 """Served without a key: what load balancers ask, and the page that asks a person for the key."""
 
 _OPEN_PREFIX = "/page/"
+
+
+class ErrorResponse(Response):
+    """A whole response with an error object.
+
+    Args:
+        error: whose.
+    """
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.json(), error.status, error.headers, "application/json")
+        self.error = error
+
+
+class Refusal(ErrorResponse):
+    """The response to a request that the engine has not taken, and its line of log."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self.error
+        fields = {"path": scope["path"], "status": error.status, "param": error.param, "error": error.message}
+        logger.log(logging.WARNING if error.status >= 500 else logging.INFO, "refused", extra={"fields": fields})
+        await super().__call__(scope, receive, send)
+
+
+class CountErrors:
+    """Counts responses with an error's status, whoever gives them.
+
+    Args:
+        app: what comes next.
+        errors: responses by status.
+    """
+
+    def __init__(self, app: ASGIApp, errors: Counter[int]) -> None:
+        self._app = app
+        self._errors = errors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def counting(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if message["status"] >= 400:
+                    self._errors[message["status"]] += 1
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting)
+        except Exception:
+            self._errors[500] += not started  # what nobody foresaw is answered outside all middleware
+            raise
+
+
+class Cors(CORSMiddleware):
+    """Lets pages of named origins in; what it refuses gets an error object as everything does."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """The answer to a browser's question whether a page may call."""
+        response = super().preflight_response(request_headers)
+        if response.status_code < 400:
+            return response
+        origin, method = request_headers["origin"], request_headers["access-control-request-method"]
+        message = (
+            f"A page of {origin[:99]!r} may not send {method[:20]!r} here: {bytes(response.body).decode()}. It must be "
+            f"of {' or '.join(self.allow_origins)} (--cors-origin) and send {' or '.join(self.allow_methods)}."
+        )
+        headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        return Refusal(ApiError(response.status_code, message, code="cors_refused", headers=headers))
 
 
 class RequestId:
@@ -57,7 +133,7 @@ class KeyCheck:
         if scope["type"] == "http" and self._key is not None and not self._passes(scope, self._key):
             message = "The API key is missing or wrong: send the header 'Authorization: Bearer KEY'."
             error = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            await send_error(error, send)
+            await Refusal(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -91,7 +167,7 @@ class BodyLimit:
             return
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
-            await send_error(self._too_long(), send)
+            await Refusal(self._too_long())(scope, receive, send)
             return
         num_bytes = 0
 
@@ -113,12 +189,3 @@ class BodyLimit:
             "--max-request-bytes.",
             code="request_too_large",
         )
-
-
-async def send_error(error: ApiError, send: Send) -> None:
-    """A whole response with an error object."""
-    body = error.json()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pilotfish.engine import checked_prompt
 from pilotfish.errors import RequestError
 from pilotfish.server.errors import ApiError, from_request_error
 from pilotfish.server.host import EngineHost
@@ -114,7 +115,7 @@ class Preparer:
         kind: Literal["chat", "completion"],
     ) -> Prepared:
         names = parameter_names(request)
-        self._compile(params, names)
+        self._check(params, prompts, names)
         options = (request.stream_options or StreamOptions()) if request.stream else StreamOptions()
         answer = Answer(
             kind=kind,
@@ -142,12 +143,13 @@ class Preparer:
         ]
         return Prepared(jobs, answer, request.stream)
 
-    def _compile(self, params: SamplingParams, names: Mapping[str, str]) -> None:
-        """Compile the request's grammar here, so that the engine's thread finds it done."""
-        engine = self._host.engine
-        if params.structured_outputs is None or engine is None:
-            return
+    def _check(self, params: SamplingParams, prompts: list[list[int]], names: Mapping[str, str]) -> None:
+        """Refuse what the engine would refuse, and compile the grammar, so that its thread finds it done."""
+        host = self._host
         try:
-            engine.compile_structured_outputs(params.structured_outputs)
+            for prompt in prompts:
+                checked_prompt(prompt, params, max_model_len=host.max_model_len, vocab_size=host.vocab_size)
+            if params.structured_outputs is not None:
+                host.ready_engine().compile_structured_outputs(params.structured_outputs)
         except RequestError as error:
             raise from_request_error(error, names) from None

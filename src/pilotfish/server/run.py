@@ -6,8 +6,10 @@ import socket
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pilotfish.errors import ConfigError
+from pilotfish.server.errors import bad_request
 from pilotfish.server.host import EngineHost
 
 __all__ = ["Server", "bind", "url_of"]
@@ -52,6 +54,20 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's HTTP, with an error object for what is none."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that cannot be parsed, and close."""
+        body = bad_request(f"This is not HTTP/1.1 as it should be: {msg}", code="invalid_http").json()
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
 class Server(uvicorn.Server):
     """uvicorn, with the engine's host told to drain as soon as the server has to stop.
 
@@ -63,6 +79,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, host: EngineHost) -> None:
         config = uvicorn.Config(
             app,
+            http=_Protocol,
             log_config=None,
             access_log=False,
             server_header=False,

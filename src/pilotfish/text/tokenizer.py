@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pilotfish.errors import CheckpointError, RequestError
+from pilotfish.errors import CheckpointError, RequestError, shown
 
 __all__ = ["Message", "Tokenizer"]
 
@@ -165,21 +165,21 @@ def _tokenizer_class(folder: Path) -> Any:
 
 def _checked_messages(messages: object) -> list[dict[str, Any]]:
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
-        raise RequestError(f"messages={_short(messages)}: must be a list of at least one message", "messages")
+        raise RequestError(f"messages={shown(messages)}: must be a list of at least one message", "messages")
     return [_checked_message(index, message) for index, message in enumerate(messages)]
 
 
 def _checked_message(index: int, message: object) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where}={_short(message)}: must be an object with 'role' and 'content'", "messages")
+        raise RequestError(f"{where}={shown(message)}: must be an object with 'role' and 'content'", "messages")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}.role={_short(role)}: must be a string such as 'user'", "messages")
+        raise RequestError(f"{where}.role={shown(role)}: must be a string such as 'user'", "messages")
     if isinstance(content, list):
         content = "".join(_part_text(f"{where}.content[{part}]", value) for part, value in enumerate(content))
     if not isinstance(content, str):
-        raise RequestError(f"{where}.content={_short(content)}: must be a string or a list of text parts", "messages")
+        raise RequestError(f"{where}.content={shown(content)}: must be a string or a list of text parts", "messages")
     _check_unicode(f"{where}.content", content, "messages")
     return {**message, "content": content}
 
@@ -187,7 +187,7 @@ def _checked_message(index: int, message: object) -> dict[str, Any]:
 def _part_text(where: str, part: object) -> str:
     text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
     if not isinstance(text, str):
-        raise RequestError(f'{where}={_short(part)}: must be {{"type": "text", "text": "..."}}', "messages")
+        raise RequestError(f'{where}={shown(part)}: must be {{"type": "text", "text": "..."}}', "messages")
     return text
 
 
@@ -196,11 +196,6 @@ def _check_unicode(where: str, text: str, param: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(f"{where} is not valid Unicode text: {error}", param) from error
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _one_line(error: BaseException) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
+from pilotfish.errors import cut
 from pilotfish.server.errors import ApiError, bad_request
 
 __all__ = ["parse_json", "short", "validated"]
@@ -62,15 +65,18 @@ def parse_json(raw: bytes) -> dict[str, Any]:
         ApiError: 400: it is not UTF-8, not JSON, has NaN or Infinity, is nested too deep, or is no object.
     """
     try:
-        data = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        data = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)  # some clients write a BOM
     except UnicodeDecodeError as error:
-        raise bad_request(f"The request body is not UTF-8: {error.reason} at byte {error.start}.") from None
+        raise _not_json(f"The request body is not UTF-8: {error.reason} at byte {error.start}.") from None
     except RecursionError:
-        raise bad_request("The request body is nested too deep.") from None
-    except ValueError as error:  # JSONDecodeError, and integers of more digits than Python converts
-        raise bad_request(f"The request body is not valid JSON: {error}") from None
+        raise _not_json("The request body is nested too deep.") from None
+    except json.JSONDecodeError as error:
+        raise _not_json(f"The request body is not valid JSON: {error}.") from None
+    except ValueError:
+        limit = sys.get_int_max_str_digits()
+        raise _not_json(f"The request body has an integer of more than {limit} digits.") from None
     if not isinstance(data, dict):
-        raise bad_request(f"The request body must be a JSON object, not {_json_kind(data)}.")
+        raise _not_json(f"The request body must be a JSON object, not {_json_kind(data)}.")
     return data
 
 
@@ -94,25 +100,62 @@ def validated(kind: type[_Model], data: Mapping[str, Any]) -> _Model:
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise _from_validation_error(error) from None
+        raise _from_validation_error(kind, error) from None
 
 
 def short(value: object, *, quote: bool = True) -> str:
-    """A value of a request, for messages."""
-    text = repr(value) if quote or not isinstance(value, str) else value
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """A value of a request for messages, as JSON, cut where it is long."""
+    return cut(json.dumps(value, ensure_ascii=False) if quote or not isinstance(value, str) else value)
 
 
-def _from_validation_error(error: ValidationError) -> ApiError:
+def _from_validation_error(kind: type[BaseModel], error: ValidationError) -> ApiError:
     """The first thing that is wrong."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    first = error.errors(include_url=False)[0]
+    param, where = _place(kind, first["loc"])
     if first["type"] == "missing":
-        return bad_request(f"{where}: is missing, and the request needs it.", where, "missing_field")
+        return bad_request(f"{where}: is missing, and the request needs it.", param, "missing_field")
     if first["type"] == "extra_forbidden":
-        return bad_request(f"{where}: is not a known field.", where, "unknown_field")
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    return bad_request(f"{where}={short(first['input'])}: {message}", where, "invalid_value")
+        return bad_request(f"{where}: is not a known field.", param, "unknown_field")
+    allowed = first["msg"]
+    if first["type"] in _ALLOWED:
+        allowed = _ALLOWED[first["type"]].format(**first.get("ctx", {}))
+    return bad_request(f"{where}={short(first['input'])}: {allowed}.", param)
+
+
+_ALLOWED: Mapping[str, str] = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be an integer",
+    "list_type": "must be an array",
+    "literal_error": "must be {expected}",
+    "model_type": "must be an object",
+    "string_type": "must be a string",
+}
+"""What JSON may be where Pydantic found something else."""
+
+
+def _place(kind: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, str]:
+    """The field at fault, and with what is wrong within it.
+
+    An entry of a list of plain values, or of ``logit_bias``, is no field of its own: only the message names it.
+    """
+    names: list[str] = []
+    fields: Mapping[str, FieldInfo] = kind.model_fields
+    for part in loc:
+        names.append(short(part, quote=False))
+        field = next((f for name, f in fields.items() if part in (name, f.alias)), None)
+        inner = next((a for a in get_args(field.annotation) if _is_model(a)), None) if field is not None else None
+        if inner is None:
+            break
+        fields = inner.model_fields
+    entry = "".join(f"[{short(part, quote=False)}]" for part in loc[len(names) :])
+    return ".".join(names), ".".join(names) + entry
+
+
+def _is_model(annotation: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _unknown_field(name: str, kind: type[BaseModel]) -> str:
@@ -122,7 +165,11 @@ def _unknown_field(name: str, kind: type[BaseModel]) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _not_json(f"The request body is not valid JSON: {name} is not a JSON number.")
+
+
+def _not_json(message: str) -> ApiError:
+    return bad_request(message, code="invalid_json")
 
 
 def _json_kind(value: object) -> str:

@@ -94,13 +94,13 @@ def _message(where: str, message: object) -> dict[str, Any]:
     for name, value in message.items():
         if name not in _MESSAGE_FIELDS and value not in (None, []):
             param = f"{where}.{short(name, quote=False)}"
-            raise bad_request(f"{param}: is not supported by this server. Leave it out.", param)
+            raise bad_request(f"{param}: is not supported by this server. Leave it out.", param, "unsupported")
     return {"role": _ROLES[role], "content": _content(f"{where}.content", message.get("content"))}
 
 
 def _content(where: str, content: object) -> str:
     if isinstance(content, str):
-        return content
+        return _checked_text(where, content)
     if not isinstance(content, list):
         raise bad_request(f"{where}={short(content)}: must be a string, or a list of text parts.", where)
     return "".join(_part(f"{where}[{i}]", part) for i, part in enumerate(content))
@@ -112,8 +112,15 @@ def _part(where: str, part: object) -> str:
         raise bad_request(
             f"{where}.type={short(kind)}: this server takes text only; images, audio and files are not supported.",
             f"{where}.type",
+            "unsupported",
         )
     text = part.get("text") if isinstance(part, Mapping) else None
     if kind != "text" or not isinstance(text, str):
         raise bad_request(f'{where}={short(part)}: must be {{"type": "text", "text": "..."}}.', where)
+    return _checked_text(f"{where}.text", text)
+
+
+def _checked_text(where: str, text: str) -> str:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise bad_request(f"{where}={short(text)}: has a lone surrogate, which is no character.", where)
     return text

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 __all__ = [
     "ChatRequest",
@@ -14,6 +14,37 @@ __all__ = [
     "SpeculationOptions",
     "StreamOptions",
     "TokenizeRequest",
+]
+
+
+_STRING: dict[str, Any] = {"type": "string"}
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
+_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+def _one_of(*schemas: dict[str, Any]) -> WithJsonSchema:
+    """Describes a field that is checked by hand: Pydantic would name every alternative that a value is not."""
+    return WithJsonSchema({"anyOf": list(schemas)})
+
+
+_Prompt = Annotated[
+    Any,
+    _one_of(_STRING, _IDS, {"type": "array", "items": _STRING}, {"type": "array", "items": _IDS}),
+]
+_Stop = Annotated[Any, _one_of(_STRING, {"type": "array", "items": _STRING}, {"type": "null"})]
+_JsonSchema = Annotated[Any, _one_of(_OBJECT, _STRING, {"type": "null"})]
+_Message = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant"]},
+                "content": {"anyOf": [_STRING, {"type": "array", "items": _OBJECT}]},
+            },
+            "required": ["role", "content"],
+        }
+    ),
 ]
 
 
@@ -57,7 +88,7 @@ class ResponseFormat(_Object):
 class StructuredOptions(_Object):
     """vLLM's ``structured_outputs``: exactly one of them."""
 
-    json_: Any = Field(default=None, alias="json", description="A JSON schema, as an object or as JSON text.")
+    json_: _JsonSchema = Field(default=None, alias="json", description="A JSON schema, as an object or as JSON text.")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = Field(default=None, description="A Lark grammar.")
@@ -79,7 +110,7 @@ class GenerationRequest(_Object):
     logit_bias: dict[str, float] | None = Field(default=None, description="Token id -> value from -100 to 100.")
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: Any = Field(default=None, description="A string, or a list of strings.")
+    stop: _Stop = Field(default=None, description="A string, or a list of strings.")
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -89,7 +120,7 @@ class GenerationRequest(_Object):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOptions | None = None
-    guided_json: Any = None
+    guided_json: _JsonSchema = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -100,7 +131,7 @@ class GenerationRequest(_Object):
 class ChatRequest(GenerationRequest):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Any] = Field(description="Objects with role and content, oldest first.")
+    messages: list[_Message] = Field(description="Objects with role and content, oldest first.")
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
@@ -109,7 +140,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """``POST /v1/completions``."""
 
-    prompt: Any = Field(description="A text, its token ids, or a list of either.")
+    prompt: _Prompt = Field(description="A text, its token ids, or a list of either.")
     logprobs: int | None = None
     best_of: int | None = None
 
@@ -119,7 +150,7 @@ class TokenizeRequest(_Object):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None
+    messages: list[_Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False

@@ -62,9 +62,7 @@ def parameter_names(request: GenerationRequest) -> Mapping[str, str]:
         if request.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
     structured = structured_outputs(request)
-    if structured is not None:
-        names["structured_outputs"] = structured.param
-    return names
+    return names if structured is None else {**names, **structured.names}
 
 
 def _max_tokens(request: GenerationRequest) -> int | None:
@@ -72,8 +70,8 @@ def _max_tokens(request: GenerationRequest) -> int | None:
         return request.max_tokens
     if request.max_tokens not in (None, request.max_completion_tokens):
         raise bad_request(
-            f"max_completion_tokens={request.max_completion_tokens} and max_tokens={request.max_tokens}: both mean the "
-            "same. Send one of them.",
+            f"max_completion_tokens={short(request.max_completion_tokens)} and max_tokens={short(request.max_tokens)}: "
+            "both mean the same. Send one of them.",
             "max_completion_tokens",
         )
     return request.max_completion_tokens
@@ -84,23 +82,29 @@ def _logprobs(request: GenerationRequest) -> int | None:
         return request.logprobs
     assert isinstance(request, ChatRequest)
     if request.top_logprobs is not None and not request.logprobs:
-        raise bad_request(f"top_logprobs={request.top_logprobs}: needs logprobs to be true.", "top_logprobs")
+        raise bad_request(f"top_logprobs={short(request.top_logprobs)}: needs logprobs to be true.", "top_logprobs")
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
 def _check_best_of(request: CompletionRequest) -> None:
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad_request(
-            f"best_of={request.best_of}: is supported only where it equals n={request.n or 1}. Leave it out.", "best_of"
+            f"best_of={short(request.best_of)}: is supported only where it equals n={short(request.n or 1)}. Leave it "
+            "out.",
+            "best_of",
         )
 
 
 def _check_stop(stop: object) -> None:
+    if stop is None:
+        return
     stops = stop if isinstance(stop, list) else [stop]
     if len(stops) > MAX_STOPS:
         raise bad_request(f"stop has {len(stops)} strings: at most {MAX_STOPS} are allowed.", "stop")
     for text in stops:
-        if isinstance(text, str) and len(text) > MAX_STOP_LENGTH:
+        if not isinstance(text, str):
+            raise bad_request(f"stop={short(text)}: must be a string, or a list of strings.", "stop")
+        if len(text) > MAX_STOP_LENGTH:
             raise bad_request(
                 f"stop has a string of {len(text)} characters: at most {MAX_STOP_LENGTH} are allowed.", "stop"
             )

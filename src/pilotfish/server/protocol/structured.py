@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pilotfish.errors import RequestError
 from pilotfish.server.errors import bad_request, from_request_error
+from pilotfish.server.protocol.body import short
 from pilotfish.server.protocol.requests import GenerationRequest, ResponseFormat
 from pilotfish.types import StructuredOutputs
 
@@ -17,10 +19,10 @@ _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 @dataclass(frozen=True, slots=True)
 class Structured:
-    """The form that is asked for, and the field that asks for it."""
+    """The form that is asked for, and the client's names for the engine's."""
 
     value: StructuredOutputs
-    param: str
+    names: Mapping[str, str]
 
 
 def structured_outputs(request: GenerationRequest) -> Structured | None:
@@ -35,18 +37,21 @@ def structured_outputs(request: GenerationRequest) -> Structured | None:
     if len(wanted) > 1:
         first, second = list(wanted)[:2]
         raise bad_request(f"{first} and {second} both ask for a form of output. Send one of them.", second)
-    [(param, value)] = wanted.items()
+    [(param, (kind, value))] = wanted.items()
+    if kind == "json" and not isinstance(value, (str, dict)):
+        raise bad_request(f"{param}={short(value)}: must be a JSON schema, as an object or as JSON text.", param)
+    names = {"structured_outputs": param, f"structured_outputs.{kind}": param}
     try:
-        return Structured(StructuredOutputs(**value), param)
+        return Structured(StructuredOutputs(**{kind: value}), names)
     except RequestError as error:
-        raise from_request_error(error, {"structured_outputs": param}) from None
+        raise from_request_error(error, names) from None
 
 
-def _wanted(request: GenerationRequest) -> dict[str, dict[str, Any]]:
-    """Arguments of :class:`StructuredOutputs` by the field that asks for them."""
-    wanted: dict[str, dict[str, Any]] = {}
+def _wanted(request: GenerationRequest) -> dict[str, tuple[str, Any]]:
+    """(kind, value) of :class:`StructuredOutputs` by the field that asks for it."""
+    wanted: dict[str, tuple[str, Any]] = {}
     if request.response_format is not None and request.response_format.type != "text":
-        wanted["response_format"] = _of_response_format(request.response_format)
+        wanted |= _of_response_format(request.response_format)
     options = request.structured_outputs
     if options is not None:
         given = options.model_dump(by_alias=True, exclude_none=True)
@@ -58,20 +63,22 @@ def _wanted(request: GenerationRequest) -> dict[str, dict[str, Any]]:
                 "choice, grammar and json_object.",
                 "structured_outputs",
             )
-        wanted["structured_outputs"] = given
+        [(kind, value)] = given.items()
+        wanted[f"structured_outputs.{kind}"] = kind, value
     for name in _GUIDED:
         value = getattr(request, name)
         if value is not None:
-            wanted[name] = {name.removeprefix("guided_"): value}
+            wanted[name] = name.removeprefix("guided_"), value
     return wanted
 
 
-def _of_response_format(form: ResponseFormat) -> dict[str, Any]:
+def _of_response_format(form: ResponseFormat) -> dict[str, tuple[str, Any]]:
     if form.type == "json_object":
-        return {"json_object": True}
+        return {"response_format.type": ("json_object", True)}
     if form.json_schema is None:
         raise bad_request(
             'response_format has the type "json_schema" and no json_schema: it needs {"schema": {...}} there.',
             "response_format.json_schema",
+            "missing_field",
         )
-    return {"json": form.json_schema.schema_}
+    return {"response_format.json_schema.schema": ("json", form.json_schema.schema_)}
