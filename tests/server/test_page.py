@@ -270,7 +270,7 @@ def test_charts_show_the_run(server: Served, visit: Callable[..., Visit]) -> Non
     assert f"40 tokens in {here.steps()} steps" in (page.get_attribute("#chart-steps", "aria-label") or "")
     assert page.locator("#chart-steps .bar-target").count() == here.steps()
     assert page.locator("#chart-acceptance .bar-draft").count() == 4
-    assert re.search(r"draft 1: \d+%, draft 2", page.get_attribute("#chart-acceptance", "aria-label") or "")
+    assert re.search(r"position 0: \d+%, position 1", page.get_attribute("#chart-acceptance", "aria-label") or "")
     assert re.search(r"median [\d.]+ ms a token", page.get_attribute("#chart-latency", "aria-label") or "")
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 import pilotfish
 from fake_llm import Letters, make_llm
-from pilotfish.cli.app import run
+from pilotfish.cli.app import app, run
 from pilotfish.cli.options import ModelOptions, SamplingOptions, parse_size
 from pilotfish.cli.render import to_json
 from pilotfish.config import EngineConfig
@@ -384,6 +384,17 @@ def test_bad_sizes(text: str) -> None:
 def test_json_is_valid_whatever_the_numbers() -> None:
     values = {"a": [math.nan, -math.inf, 1.5], "b": {"c": math.inf}, "d": "é", "e": True, "f": None}
     assert json.loads(to_json(values)) == {"a": [None, None, 1.5], "b": {"c": None}, "d": "é", "e": True, "f": None}
+
+
+def test_every_command_has_help_by_both_names(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [command.name or command.callback.__name__.replace("_", "-") for command in app.registered_commands]  # type: ignore[union-attr]
+    assert len(commands) > 8
+    for command in [[], *([name] for name in commands)]:
+        pages = []
+        for option in ("-h", "--help"):
+            assert run([*command, option]) == 0
+            pages.append(capsys.readouterr().out)
+        assert pages[0] == pages[1] and "Usage: pilotfish" in pages[0]
 
 
 def test_help_needs_neither_torch_nor_the_engine() -> None:

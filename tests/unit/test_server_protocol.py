@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from pilotfish.server.protocol.logprobs import TokenBytes
 from pilotfish.server.protocol.prompts import chat_tokens, completion_prompts
 from pilotfish.server.protocol.requests import ChatRequest, CompletionRequest
 from pilotfish.server.protocol.sampling import parameter_names, sampling_params
-from pilotfish.types import RequestStats, SamplingParams, StructuredOutputs
+from pilotfish.types import MAX_LOGPROBS, RequestStats, SamplingParams, StructuredOutputs
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -114,6 +115,23 @@ def test_a_value_that_is_not_allowed_is_named(fields: dict[str, Any], param: str
     with pytest.raises(ApiError) as caught:
         sampling_params(completion(**fields))
     assert caught.value.status == 400 and caught.value.param == param
+
+
+def test_limits_beyond_openais_are_the_engines() -> None:
+    params = sampling_params(chat(temperature=5.0, logprobs=True, top_logprobs=100, stop=["a"] * 64))
+    assert params.temperature == 5.0 and params.logprobs == MAX_LOGPROBS == 100 and len(params.stop_strings) == 64
+    assert sampling_params(completion(logprobs=100)).logprobs == 100
+
+
+def test_the_documentation_says_which_endpoint_takes_which_field(pytestconfig: pytest.Config) -> None:
+    text = (pytestconfig.rootpath / "docs" / "server.md").read_text()
+    [table] = re.findall(r"\| Field \| Chat \| Completions \|.*?\n\n", text, re.DOTALL)
+    documented: dict[str, set[str]] = {"chat": set(), "completion": set()}
+    for line in table.strip().split("\n")[2:]:
+        names, *columns = line.strip("|").split("|")[:3]
+        for kind, column in zip(documented, columns, strict=True):
+            documented[kind] |= set(re.findall(r"`(\w+)`", names)) if column.strip() else set()
+    assert documented == {"chat": set(ChatRequest.model_fields), "completion": set(CompletionRequest.model_fields)}
 
 
 def test_every_parameter_reaches_the_engine() -> None:

@@ -33,6 +33,7 @@ app = typer.Typer(
     name="pilotfish",
     help="An LLM inference engine with speculative decoding in its heart.",
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit it
     pretty_exceptions_enable=False,
 )
 

@@ -33,7 +33,7 @@ export function drawSteps(svg, steps) {
 }
 
 /**
- * One bar for each draft position.
+ * One bar for each position of a draft in its proposal, from 0 as in the metrics.
  * @param {SVGElement} svg
  * @param {number[]} values shares from 0 to 1
  */
@@ -45,9 +45,9 @@ export function drawAcceptance(svg, values) {
     const x = LEFT + i * width;
     parts.push(element("rect", { x: x + width * 0.15, width: width * 0.7, y: base() - height, height, class: "bar-draft" }));
     if (width >= 24) parts.push(label(x + width / 2, base() - height - 3, percent(value), "middle"));
-    parts.push(label(x + width / 2, base() + 14, `${i + 1}`, "middle"));
+    parts.push(label(x + width / 2, base() + 14, `${i}`, "middle"));
   });
-  const words = values.map((value, i) => `draft ${i + 1}: ${percent(value)}`);
+  const words = values.map((value, i) => `position ${i}: ${percent(value)}`);
   show(svg, parts, `Acceptance by position: ${words.join(", ") || "no data yet"}`);
 }
 
