@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -217,4 +220,43 @@ async def post(address: tuple[str, int], path: str, body: Mapping[str, Any] | by
         await reader.done
     finally:
         transport.close()
+    return reply
+
+
+async def leave(address: tuple[str, int], data: bytes, ending: str, rng: random.Random) -> None:
+    """Send a request, or a part of it, and go at a random time: in the queue, in prefill, or while tokens come.
+
+    Args:
+        address: of the server.
+        data: the request.
+        ending: how: close, reset, half-close, or cut body.
+        rng: when.
+    """
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        writer.write(data[: rng.randrange(1, len(data))] if ending == "cut body" else data)
+        await writer.drain()
+        await asyncio.sleep(rng.choice([0.0, 0.01, rng.uniform(0.0, 0.5), rng.uniform(0.0, 3.0)]))
+        if ending == "half-close":
+            writer.write_eof()  # the server must take this for the end, and close its side
+            while await reader.read(65536):
+                pass
+        elif ending == "reset":
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    finally:
+        writer.close()
+
+
+async def read_slowly(address: tuple[str, int], data: bytes) -> Reply:
+    """Send a request and read the response a few bytes at a time."""
+    reply = Reply(time.perf_counter())
+    reader, writer = await asyncio.open_connection(*address, limit=256)
+    try:
+        writer.write(data)
+        while part := await reader.read(512):
+            reply.parts.append((time.perf_counter(), part))
+            await asyncio.sleep(0.05)
+    finally:
+        writer.close()
     return reply

@@ -23,8 +23,6 @@ import argparse
 import asyncio
 import json
 import random
-import socket
-import struct
 import sys
 import tempfile
 import time
@@ -37,13 +35,13 @@ from typing import Any
 from common import median
 from rich.console import Console
 from rich.table import Table
-from server_process import Reply, ServerProcess, post, request_bytes, serving
+from server_checks import Check, checks_of, table_of
+from server_process import Reply, ServerProcess, leave, post, read_slowly, request_bytes, serving
 from soak_requests import Call, Requests, WrongAnswer, joined, texts_of
 
 from pilotfish.bench.results import machine_facts
 
 WARM_UP = 0.2
-MAX_GROWTH = 0.05
 
 _SAMPLE_INTERVAL = 1.0
 _LINE_INTERVAL = 10.0
@@ -111,12 +109,12 @@ class Soak:
     async def _send(self, call: Call, rng: random.Random, tally: Tally) -> None:
         if call.ending in ("read", "slow"):
             if call.ending == "slow":
-                reply = await read_slowly(self.server.address, call)
+                reply = await read_slowly(self.server.address, request_bytes(call.path, call.body))
             else:
                 reply = await post(self.server.address, call.path, call.body, content_type=call.content_type)
             self._judge(call, reply, tally)
         else:
-            await leave(self.server.address, call, rng)
+            await leave(self.server.address, request_bytes(call.path, call.body), call.ending, rng)
             tally.left += 1
 
     def _judge(self, call: Call, reply: Reply, tally: Tally) -> None:
@@ -167,39 +165,6 @@ class Soak:
             await asyncio.sleep(_SAMPLE_INTERVAL)
 
 
-async def leave(address: tuple[str, int], call: Call, rng: random.Random) -> None:
-    """Send a request, or a part of it, and go at a random time: in the queue, in prefill, or while tokens come."""
-    reader, writer = await asyncio.open_connection(*address)
-    data = request_bytes(call.path, call.body)
-    try:
-        writer.write(data[: rng.randrange(1, len(data))] if call.ending == "cut body" else data)
-        await writer.drain()
-        await asyncio.sleep(rng.choice([0.0, 0.01, rng.uniform(0.0, 0.5), rng.uniform(0.0, 3.0)]))
-        if call.ending == "half-close":
-            writer.write_eof()  # the server must take this for the end, and close its side
-            while await reader.read(65536):
-                pass
-        elif call.ending == "reset":
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-    finally:
-        writer.close()
-
-
-async def read_slowly(address: tuple[str, int], call: Call) -> Reply:
-    """Read a few bytes at a time."""
-    reply = Reply(time.perf_counter())
-    reader, writer = await asyncio.open_connection(*address, limit=256)
-    try:
-        writer.write(request_bytes(call.path, call.body))
-        while data := await reader.read(512):
-            reply.parts.append((time.perf_counter(), data))
-            await asyncio.sleep(0.05)
-    finally:
-        writer.close()
-    return reply
-
-
 def growth(samples: Sequence[Sample]) -> tuple[int, int]:
     """Memory in bytes at the end of the warm-up and at the end: medians over a tenth of the time after and before."""
     total = samples[-1].when
@@ -226,28 +191,14 @@ async def soak(server: ServerProcess, args: argparse.Namespace, console: Console
     return state
 
 
-def verdicts(state: Soak, metrics: dict[str, float], health: dict[str, Any], log: str) -> list[tuple[str, str, bool]]:
-    """(what must be true, what was found, whether it is) of everything that is checked."""
-    before, after = growth(state.samples)
-    increase = after / before - 1 if before else 0.0
-    errors = [line for line in log.splitlines() if " ERROR " in line or " CRITICAL " in line or "Traceback" in line]
-    busy = metrics["num_requests_running"] + metrics["num_requests_waiting"]
-    failed = metrics['request_success_total{finished_reason="error"}']
+def verdicts(state: Soak, metrics: dict[str, float], health: dict[str, Any], log: str) -> list[Check]:
+    """Everything that is checked."""
     refused = sum(tally.refused for tally in state.tallies.values())
-    # Prompts that are too long come as far as the engine, which refuses them; a client that left is not an error.
-    too_long = state.tallies.get("too long", Tally()).refused
     return [
         ("only provoked errors, right answers", f"{len(state.problems)} problems, {refused} provoked",
          not state.problems),
-        ("no other request failed in the engine", f"{failed:.0f}, {too_long} of them too long", failed == too_long),
         ("the same text each time", f"{state.repeated} repeats of {len(state.first)} requests", state.repeated > 0),
-        ("pages in use at the end", f"{metrics['kv_cache_usage_perc']:.2%}", metrics["kv_cache_usage_perc"] == 0),
-        ("running or waiting at the end", f"{busy:.0f}", busy == 0),
-        (f"memory grew by at most {MAX_GROWTH:.0%}",
-         f"{before / 2**20:.1f} to {after / 2**20:.1f} MiB, {increase:+.1%}", after <= before * (1 + MAX_GROWTH)),
-        ("engine restarts", f"{metrics['engine_restarts_total']:.0f}", metrics["engine_restarts_total"] == 0),
-        ("health", health["status"], health["status"] == "ok"),
-        ("errors in the log", errors[0][:80] if errors else "0", not errors),
+        *checks_of(metrics, health, log, *growth(state.samples)),
         ("the load took pages away from sequences", f"{metrics['num_preemptions_total']:.0f} preemptions",
          metrics["num_preemptions_total"] > 0),
         ("the load shared prefixes", f"{metrics['prefix_cache_hits_total']:.0f} tokens",
@@ -255,7 +206,7 @@ def verdicts(state: Soak, metrics: dict[str, float], health: dict[str, Any], log
     ]  # fmt: skip
 
 
-def print_tables(state: Soak, checks: Sequence[tuple[str, str, bool]], console: Console) -> None:
+def print_tables(state: Soak, checks: Sequence[Check], console: Console) -> None:
     table = Table(title="requests")
     for name in ("kind", "sent", "right", "refused as it must be", "left by the client", "problems"):
         table.add_column(name, justify="left" if name == "kind" else "right")
@@ -263,12 +214,7 @@ def print_tables(state: Soak, checks: Sequence[tuple[str, str, bool]], console: 
     for kind, tally in sorted(state.tallies.items()):
         table.add_row(kind, *map(str, (tally.sent, tally.right, tally.refused, tally.left, problems[kind])))
     console.print(table)
-    table = Table(title="what must be true")
-    for name in ("", "found", ""):
-        table.add_column(name)
-    for text, found, passed in checks:
-        table.add_row(text, found, "passed" if passed else "FAILED")
-    console.print(table)
+    console.print(table_of(checks))
     for problem in state.problems[:10]:
         console.print(problem, highlight=False, markup=False)
 
