@@ -28,7 +28,8 @@ NATIVE := $(shell find native -type f)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast lint format bench equality host-time server-overhead server-soak clean distclean
+.PHONY: help setup demo test test-fast lint format bench equality host-time server-overhead server-soak server-abuse \
+	clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS='	' read -r name text; do \
@@ -87,6 +88,9 @@ server-overhead: setup ## throughput and latency over HTTP beside the offline LL
 
 server-soak: setup ## ten minutes of mixed load on a server, and what is left of it (BENCH_ARGS="--minutes 1")
 	@$(BIN)/python benchmarks/server_soak.py $(BENCH_ARGS)
+
+server-abuse: setup ## nonsense, limits and vanishing clients on a server, and what is left of it (BENCH_ARGS="--bodies 50")
+	@$(BIN)/python benchmarks/server_abuse.py $(BENCH_ARGS)
 
 clean: ## remove builds and caches, keep the environment
 	@rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

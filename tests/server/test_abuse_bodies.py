@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 from collections import Counter
 from typing import Any
 
 import httpx
+import pytest
 
 from benchmarks.abuse_bodies import Bodies
+from benchmarks.server_process import ServerProcess
 from helpers_grammar import json_tokenizer
 from pilotfish.engine import Engine
 from pilotfish.server import ServerSettings, create_app
-from servers import DEFAULTS, letters_engine, make_host, with_client
+from servers import DEFAULTS, letters_engine, make_host, running, with_client
 
 NUM_BODIES = 600
 NORMAL = {"prompt": "a", "max_tokens": 1}
@@ -85,3 +89,40 @@ def test_the_description_leads_to_bodies_that_are_served() -> None:
         assert served > 5
 
     with_client(work, make_host(engine=json_engine()))
+
+
+# The benchmark is a program whose folder is on the path when it runs.
+
+
+@pytest.fixture
+def abuse_module(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Any:
+    monkeypatch.syspath_prepend(pytestconfig.rootpath / "benchmarks")
+    import server_abuse
+
+    return server_abuse
+
+
+ARGS = argparse.Namespace(bodies=10, clients=8, max_model_len=DEFAULTS["max_model_len"])
+
+
+def test_all_groups_end_well_and_leave_nothing_behind(abuse_module: Any) -> None:
+    with running(make_host(json_engine)) as server:
+        groups = asyncio.run(abuse_module.Abuse(ServerProcess(server.url), ARGS, "0").run())
+        server.wait_idle()
+        assert server.free_pages() == DEFAULTS["num_pages"]
+        assert abuse_module.drained(ServerProcess(server.url))["num_requests_running"] == 0
+    assert [problem for group in groups for problem in group.problems] == []
+    counts = {group.name: dict(group.statuses) for group in groups}
+    assert counts["clients of which half vanish"] == {200: 4, 0: 4} and counts["a body of 10 MB"] == {413: 1}
+    assert counts["prompts at the context's end"] == {200: 1, 400: 3}
+    assert counts["max_tokens at the limit"] == {200: 1, 400: 2} and counts["a slow reader"] == {200: 1}
+
+
+def test_a_server_that_answers_otherwise_is_found_out(abuse_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abuse_module, "_LONG_BODY", 1_000)  # not too long: 400, not 413
+    args = argparse.Namespace(bodies=0, clients=2, max_model_len=DEFAULTS["max_model_len"] - 1)
+    with running(make_host(json_engine)) as server:
+        groups = asyncio.run(abuse_module.Abuse(ServerProcess(server.url), args, "0").run())
+    assert [group.name for group in groups if group.problems] == [
+        "a body of 10 MB", "prompts at the context's end", "max_tokens at the limit"
+    ]  # fmt: skip

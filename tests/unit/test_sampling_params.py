@@ -67,8 +67,17 @@ def test_bad_values_are_named(name: str, value: object) -> None:
 
 @pytest.mark.parametrize("value", [100.5, -101, math.nan, "1"])
 def test_bad_bias_values_name_their_token(value: object) -> None:
-    with pytest.raises(RequestError, match=r"logit_bias\[7\]"):
+    with pytest.raises(RequestError, match=r"logit_bias\[7\]") as caught:
         SamplingParams(logit_bias={7: value})  # type: ignore[dict-item]
+    assert caught.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize("name", ["n", "max_tokens", "temperature", "seed"])
+def test_long_values_are_cut_in_messages(name: str) -> None:
+    for value in (-(10**400), -(10**5000)):  # Python does not write the second
+        with pytest.raises(RequestError, match=rf"^{name}=") as caught:
+            SamplingParams(**{name: value})
+        assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize(
