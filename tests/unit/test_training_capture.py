@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -229,4 +230,13 @@ def test_captures_of_different_targets_do_not_mix(model: str, data: Path, tmp_pa
     capture(str(other), data, tmp_path / "b")
     with pytest.raises(CheckpointError, match=r"target=.* is not that of"):
         CaptureReader([tmp_path / "a", tmp_path / "b"])
-    assert len(CaptureReader([tmp_path / "a", tmp_path / "a"])) == 2 * len(QUESTIONS)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    assert len(CaptureReader([tmp_path / "a", tmp_path / "copy"])) == 2 * len(QUESTIONS)
+
+
+def test_a_capture_counts_once(model: str, data: Path, tmp_path: Path) -> None:
+    capture(model, data, tmp_path / "out")
+    (tmp_path / "link").symlink_to("out")
+    for again in ("out", "x/../out", "link"):
+        with pytest.raises(ConfigError, match=rf"data='.*{again}': is the capture '.*out' again"):
+            CaptureReader([tmp_path / "out", tmp_path / again])

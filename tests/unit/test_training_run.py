@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from helpers import BACKENDS, make_batch
@@ -23,7 +25,7 @@ from pilotfish import _native
 from pilotfish.attention import KVShape
 from pilotfish.attention.reference import ReferenceAttention
 from pilotfish.cli.app import run
-from pilotfish.errors import ConfigError
+from pilotfish.errors import CheckpointError, ConfigError
 from pilotfish.models import Model, ModelConfig, build_model, expected_tensors
 from pilotfish.models.base import AuxStates
 from pilotfish.models.checkpoint import Checkpoint, load_weights, resolve_model
@@ -35,7 +37,7 @@ from pilotfish.training.data import split_validation
 from pilotfish.training.evaluate import OVERALL, Accuracy, evaluate_capture, evaluation_runner
 from pilotfish.training.options import TrainOptions
 from pilotfish.training.setup import prepare
-from pilotfish.training.state import LOG_FILE
+from pilotfish.training.state import LOG_FILE, STATE_FILE
 from pilotfish.training.store import CaptureReader, CaptureWriter, Manifest, Sample
 from pilotfish.training.train import Report, train
 from pilotfish.training.validate import choose_samples, engine_ops
@@ -198,6 +200,140 @@ def test_a_run_is_resumed_with_its_own_options_only(target: Path, capture: Path,
         _train(target, capture, tmp_path / "none", _options(), resume=True)
 
 
+@pytest.mark.parametrize("left", ["log.jsonl", "training.pt", "model.safetensors"])
+def test_what_a_folder_holds_is_replaced_only_if_that_is_said(
+    left: str, target: Path, capture: Path, tmp_path: Path
+) -> None:
+    options = _options(max_steps=2)
+    (tmp_path / left).write_text("earlier")
+    with pytest.raises(ConfigError, match=rf"holds {left} already: --resume .*--overwrite .*--out"):
+        _train(target, capture, tmp_path, options)
+    with pytest.raises(ConfigError, match="draft_vocab=500"):  # a later check
+        _train(target, capture, tmp_path, _options(draft_vocab=500), overwrite=True)
+    assert (tmp_path / left).read_text() == "earlier"
+    with pytest.raises(ConfigError, match="resume=True and overwrite=True"):
+        _train(target, capture, tmp_path, options, resume=True, overwrite=True)
+    assert _train(target, capture, tmp_path, options, overwrite=True).complete
+    assert [entry["step"] for entry in _log(tmp_path) if "loss" in entry] == [1, 2]
+    assert _train(target, capture, tmp_path, options, resume=True).complete
+
+
+def test_a_run_that_is_replaced_cannot_be_resumed(target: Path, capture: Path, tmp_path: Path) -> None:
+    _train(target, capture, tmp_path, _options(max_steps=2))
+
+    def interrupt(report: Report) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _train(target, capture, tmp_path, _options(max_steps=2), overwrite=True, report=interrupt)
+    with pytest.raises(ConfigError, match="holds no training"):
+        _train(target, capture, tmp_path, _options(max_steps=2), resume=True)
+
+
+def test_a_file_is_no_folder_for_a_run(target: Path, capture: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for out in (file, file / "head"):
+        with pytest.raises(ConfigError, match=rf"out='{out}': must be a folder, .* {file} is a file"):
+            _train(target, capture, out, _options())
+
+
+def _lose_a_parameter(content: dict[str, Any]) -> None:
+    content["parameters"].popitem()
+
+
+def _reshape(content: dict[str, Any]) -> None:
+    content["parameters"] = {name: tensor[:1] for name, tensor in content["parameters"].items()}
+
+
+def _reshape_moments(content: dict[str, Any]) -> None:
+    content["optimizer"]["state"][0]["exp_avg_sq"] = torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_lose_a_parameter, "it has no 'modules"),
+        (lambda content: content.pop("parameters"), "it has no 'parameters'"),
+        (lambda content: content.pop("optimizer"), "it has no 'optimizer'"),
+        (lambda content: content["progress"].update(lap=1), "lap"),
+        (lambda content: content.pop("generator"), "it has no 'generator'"),
+        (_reshape, "has shape"),
+        (_reshape_moments, r"exp_avg_sq has shape \[1\]"),
+        (lambda content: content.pop("identity"), "identity"),
+    ],
+)
+def test_a_damaged_state_is_named(damage: Any, message: str, target: Path, capture: Path, tmp_path: Path) -> None:
+    options = _options(max_steps=1)
+    _train(target, capture, tmp_path, options)
+    file = tmp_path / STATE_FILE
+    content = torch.load(file, weights_only=True)
+    damage(content)
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match=rf"{STATE_FILE}: .*{message}.* --overwrite"):
+        _train(target, capture, tmp_path, options, resume=True)
+
+
+def test_a_state_that_was_cut_off_is_named(target: Path, capture: Path, tmp_path: Path) -> None:
+    options = _options(max_steps=1)
+    _train(target, capture, tmp_path, options)
+    file = tmp_path / STATE_FILE
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match=rf"{STATE_FILE}: cannot be read: .* --overwrite"):
+        _train(target, capture, tmp_path, options, resume=True)
+
+
+def test_half_a_line_of_the_log_is_dropped_and_a_damaged_one_is_named(
+    target: Path, capture: Path, tmp_path: Path
+) -> None:
+    options = _options(max_steps=3, validation=0.0)
+    _train(target, capture, tmp_path, options)
+    log = tmp_path / LOG_FILE
+    whole = log.read_bytes()
+    log.write_bytes(whole + b'{"step": 3, "lo')
+    _train(target, capture, tmp_path, options, resume=True)
+    assert log.read_bytes() == whole
+    for line in (b'{"step": 2, "lo', b"\xff", b"[]", b"{}"):
+        log.write_bytes(whole + line + b"\n")
+        with pytest.raises(CheckpointError, match=rf"{LOG_FILE}:4: is no entry of a run's log"):
+            _train(target, capture, tmp_path, options, resume=True)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_states_that_are_not_finite_are_named(kind: str, target: Path, capture: Path, tmp_path: Path) -> None:
+    shutil.copytree(capture, tmp_path / "capture")
+    file = tmp_path / "capture" / "shard-00001.safetensors"
+    with safe_open(file, framework="pt") as handle:
+        metadata = handle.metadata()
+    tensors = load_file(file)
+    tensors["aux" if kind == "eagle3" else "hidden"][1, 3] = float("nan")
+    save_file(tensors, file, metadata)
+    first = int(tensors["rows"][0])
+    message = rf"shard-00001.safetensors: the sample at its token 0 \(line {first + 1} of the data\) has hidden states"
+    with pytest.raises(CheckpointError, match=message):
+        _train(target, tmp_path / "capture", tmp_path / "out", _options(kind=kind, validation=0.0))
+
+
+def test_a_run_that_diverges_blames_the_learning_rate(
+    target: Path, capture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, clip: torch.tensor(float("inf")))
+    with pytest.raises(ConfigError, match=r"learning_rate=0\.001: training diverged at step 0"):
+        _train(target, capture, tmp_path, _options())
+
+
+def test_an_incomplete_capture_is_used_with_a_warning(
+    target: Path, capture: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _train(target, capture, tmp_path / "a", _options(max_steps=1))
+    assert "incomplete" not in caplog.text
+    reader = CaptureReader([capture])
+    for num_prompts, count in ((50, f"{NUM_SAMPLES} of 50 samples"), (None, f"{NUM_SAMPLES} samples")):
+        reader.manifests[0] = replace(reader.manifests[0], complete=False, num_prompts=num_prompts)
+        train(resolve_model(str(target)), reader, _options(max_steps=1), tmp_path / "b", overwrite=True)
+        assert f"The capture in {capture} is incomplete: {count}." in caplog.text
+
+
 def _validations(out: Path) -> list[dict[str, Any]]:
     return [{"step": entry["step"], **entry["validation"]} for entry in _log(out) if "validation" in entry]
 
@@ -346,7 +482,8 @@ def test_a_draft_llm_with_a_vocabulary_is_counted_and_saved_with_it(
         likely = ids[model.logits(hidden[PROMPT - 1 :])[:, ids].argmax(-1)].tolist()
         correct += sum(a == b for a, b in zip(likely, tokens[PROMPT:], strict=True))
     assert result.validation is not None and result.validation.hits[0] == correct
-    assert _train(target, capture, tmp_path, _options(kind="draft", layers=2, draft_vocab=0, max_steps=1)).complete
+    whole = _options(kind="draft", layers=2, draft_vocab=0, max_steps=1)
+    assert _train(target, capture, tmp_path, whole, overwrite=True).complete
     assert read_draft_vocab(tmp_path, 10**6) is None
 
 
@@ -470,6 +607,10 @@ def test_the_command_trains_and_draws(
     config = HeadConfig.from_json(json.loads((out / "config.json").read_text()), "config.json")
     assert config.draft_vocab_size == 100
     assert load_file(out / "model.safetensors")["token_ids"].shape == (100,)
+    assert run([*command, *small]) == 2
+    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert run([*command, *small, "--overwrite"]) == 0
+    command += ["--overwrite"]
     for option in ("--validate-every", "--save-every"):
         assert run([*command, option, "0"]) == 2
         assert f"{option[2:].replace('-', '_')}=0" in capsys.readouterr().err

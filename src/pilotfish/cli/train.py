@@ -81,6 +81,9 @@ class TrainCommand:
     threads: Annotated[int | None, Option(help="CPU threads.", show_default="torch's", rich_help_panel=_RUN)] = None
     save_every: Annotated[float, Option(help="Seconds between saves.", rich_help_panel=_RUN)] = 300.0
     resume: Annotated[bool, Option("--resume", help="Go on with the run in the folder.", rich_help_panel=_RUN)] = False
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the run in the folder.", rich_help_panel=_RUN)] = (
+        False
+    )
     plot: Annotated[
         Path | None, Option(metavar="PNG", help="Draw loss and accuracy (needs matplotlib).", rich_help_panel=_RUN)
     ] = None
@@ -138,6 +141,7 @@ def run_train(model: str, data: list[Path], out: Path, command: TrainCommand) ->
             out,
             world=world,
             resume=command.resume,
+            overwrite=command.overwrite,
             save_every_s=command.save_every,
             validate_every=command.validate_every,
             report=display.report,

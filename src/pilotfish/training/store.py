@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from pilotfish.errors import CheckpointError
+from pilotfish.errors import CheckpointError, ConfigError
 
 __all__ = ["CaptureReader", "CaptureWriter", "Manifest", "Sample", "ShardEntry"]
 
@@ -62,6 +62,7 @@ class Manifest:
         data: name and sha256 of the data file.
         shards: in the order they were written.
         complete: nothing is missing.
+        num_prompts: samples of the whole capture; None: not known, of captures of earlier versions.
     """
 
     target: Mapping[str, Any]
@@ -71,6 +72,7 @@ class Manifest:
     data: Mapping[str, Any]
     shards: tuple[ShardEntry, ...] = ()
     complete: bool = False
+    num_prompts: int | None = None
     version: int = FORMAT_VERSION
 
     @property
@@ -115,8 +117,9 @@ class Manifest:
                 data=content["data"],
                 shards=tuple(ShardEntry(**shard) for shard in content["shards"]),
                 complete=content["complete"],
+                num_prompts=content.get("num_prompts"),
             )
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{folder}: is no capture: it has no {_MANIFEST} (see pilotfish capture)") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file}: cannot be read as a capture's manifest: {error!r}") from error
@@ -242,10 +245,12 @@ class CaptureReader:
         folders: of the captures.
 
     Raises:
+        ConfigError: a folder is given twice.
         CheckpointError: a folder is no capture, a shard is missing or damaged, or the captures are of different
             targets or layers.
 
     Attributes:
+        folders: of the captures.
         manifests: one a folder.
         lengths: int64 [N], tokens of each sample.
         num_supervised: int64 [N], tokens to be learnt of each.
@@ -253,6 +258,8 @@ class CaptureReader:
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
+        _check_different(folders)
+        self.folders = list(folders)
         self.manifests = [Manifest.load(folder) for folder in folders]
         first = self.manifests[0]
         for folder, manifest in zip(folders[1:], self.manifests[1:], strict=True):
@@ -294,6 +301,11 @@ class CaptureReader:
         shard, start, end = self._places[index]
         return self._masks[shard][start:end]
 
+    def place(self, index: int) -> str:
+        """Where a sample is from, for messages."""
+        shard, start, _ = self._places[index]
+        return f"{self._states[shard]['hidden'].file}: the sample at its token {start} (line {int(self.rows[index]) + 1} of the data)"
+
     def __getitem__(self, index: int) -> Sample:
         shard, start, end = self._places[index]
         states = self._states[shard]
@@ -325,6 +337,16 @@ class CaptureReader:
             return rows
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file}: is not a shard of a capture: {error}") from error
+
+
+def _check_different(folders: Sequence[Path]) -> None:
+    """Raises ConfigError where a folder is given twice: its samples would count twice, and be held out and learnt."""
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        if folder.resolve() in seen:
+            first = seen[folder.resolve()]
+            raise ConfigError(f"data={str(folder)!r}: is the capture {str(first)!r} again; give each folder once")
+        seen[folder.resolve()] = folder
 
 
 def _check_shard(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import math
 import signal
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pilotfish.errors import ConfigError
+from pilotfish.errors import CheckpointError, ConfigError
 from pilotfish.models.checkpoint import Checkpoint
 from pilotfish.training.data import Batch, make_batch, plan_batches, split_validation
 from pilotfish.training.distributed import World
@@ -25,11 +26,21 @@ from pilotfish.training.evaluate import Accuracy
 from pilotfish.training.loss import StepLoss
 from pilotfish.training.options import TrainOptions
 from pilotfish.training.setup import prepare, usable_samples
-from pilotfish.training.state import LOG_FILE, Progress, cut_log, load_state, save_state
-from pilotfish.training.store import CaptureReader
+from pilotfish.training.state import (
+    LOG_FILE,
+    Progress,
+    check_out,
+    cut_log,
+    forget_run,
+    load_state,
+    save_state,
+)
+from pilotfish.training.store import CaptureReader, Sample
 from pilotfish.training.validate import choose_samples
 
 __all__ = ["Report", "TrainResult", "train"]
+
+logger = logging.getLogger(__name__)
 
 _VALIDATION_STEPS = 5
 """Drafts in a row that validation looks at, or as many as are trained if that is more."""
@@ -88,6 +99,7 @@ def train(
     *,
     world: World | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     save_every_s: float = 300.0,
     validate_every: int | None = None,
     report: Callable[[Report], None] = lambda report: None,
@@ -103,21 +115,27 @@ def train(
         out: folder; made if it is not there.
         world: this process among those that train together (:meth:`World.join`); None: it is alone.
         resume: go on from the state in ``out``, which must be of the same options and data.
+        overwrite: replace the run that ``out`` holds. Its head stays until the first save.
         save_every_s: seconds between two saves.
         validate_every: steps between two validations; None: at the end of each epoch. There is one at the run's end.
             Each runs the engine's code on a bounded part of the held-out samples, in process 0.
         report: called after each step, in process 0.
 
     Raises:
-        ConfigError: options that do not fit the target, the data or what is resumed.
-        CheckpointError: the capture or the saved state cannot be used.
+        ConfigError: options that do not fit the target, the data or what is resumed, or an ``out`` that holds a run
+            and neither ``resume`` nor ``overwrite``.
+        CheckpointError: the capture or the saved state cannot be used: names the file, or the sample whose states are
+            not finite.
     """
     world = world or World()
+    check_out(out, resume=resume, overwrite=overwrite)
+    if world.rank == 0:
+        _warn_of_incomplete(reader)
     run = _Run(checkpoint, reader, options, out, world, report)
     if resume:
         run.load()
     elif world.rank == 0:
-        (out / LOG_FILE).unlink(missing_ok=True)
+        forget_run(out)
     if run.progress.step < run.num_steps:
         with _stop_signal() as stop:
             run.loop(stop, save_every_s, validate_every)
@@ -129,6 +147,19 @@ def train(
         # does fail where gloo's threads, which outlive the group, still hold a tensor when Python ends.
         dist.barrier()
     return TrainResult(run.progress.step, run.num_steps, run.validation)
+
+
+def _warn_of_incomplete(reader: CaptureReader) -> None:
+    for folder, manifest in zip(reader.folders, reader.manifests, strict=True):
+        if not manifest.complete:
+            whole = "" if manifest.num_prompts is None else f" of {manifest.num_prompts}"
+            logger.warning(
+                "The capture in %s is incomplete: %d%s samples. Training uses these; pilotfish capture, with the "
+                "options that it was begun with, goes on with it.",
+                folder,
+                manifest.num_samples,
+                whole,
+            )
 
 
 @contextmanager
@@ -235,6 +266,7 @@ class _Run:
         stopping = self.world.average_gradients(self.parameters, stop)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, options.clip))
         if not math.isfinite(norm):
+            self._check_states(indices)
             raise ConfigError(
                 f"learning_rate={options.learning_rate}: training diverged at step {state.step} (gradient norm {norm})"
             )
@@ -250,6 +282,23 @@ class _Run:
         if not student.use_aux:
             samples = [replace(sample, aux=None) for sample in samples]
         return make_batch(samples, steps=student.steps, first_row=student.first_row, dtype=student.dtype)
+
+    def _check_states(self, indices: list[int]) -> None:
+        """See that it was not the capture which made a gradient infinite.
+
+        Raises:
+            CheckpointError: a sample of the step has states that are not finite; with several processes, of any of
+                theirs: the one that has it names it.
+        """
+        bad = next((i for i in indices if not _is_finite(self.reader[i], self.student.use_aux)), None)
+        if self.world.sums([bad is not None])[0] == 0:
+            return
+        if bad is None:
+            raise CheckpointError("data: another process has read states that are not finite, and says where")
+        raise CheckpointError(
+            f"{self.reader.place(bad)} has hidden states that are not finite numbers (NaN or inf): capture "
+            "this text again, or leave it out"
+        )
 
     def _record(self, batch: Batch, total: float, losses: list[StepLoss], rate: float, norm: float) -> None:
         """Sum up a step over the processes, and log it."""
@@ -360,6 +409,12 @@ def _trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _is_finite(sample: Sample, use_aux: bool) -> bool:
+    """Whether all states that a head is taught from are finite."""
+    states = [sample.hidden] if sample.aux is None or not use_aux else [sample.hidden, sample.aux]
+    return all(bool(state.isfinite().all()) for state in states)
 
 
 def _learning_rate(step: int, num_steps: int, options: TrainOptions) -> float:
