@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -297,6 +298,42 @@ def test_the_command_on_prompts(
     assert all(c["mean_accepted_length"] >= 1.0 and c["tokens_per_step"] >= 1.0 for c in categories.values())
     code, out, _ = cli(capsys, *args)
     assert code == 0 and "mean length" in out
+
+
+def test_prompts_of_every_form_are_answered(
+    folder: str, reader: CaptureReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} t9 {% endfor %}"
+    chat = shutil.copytree(folder, tmp_path / "chat")
+    tokenizer.save_pretrained(chat)
+    head = make_head(tmp_path / "head", str(chat), reader, CASES["mtp"])
+    asked, answer = {"role": "user", "content": "t5 t6"}, {"role": "assistant", "content": "t7"}
+    lines = [
+        {"messages": [asked], "source": "chat"},
+        {"messages": [asked, answer], "category": "chat"},
+        {"turns": ["t5 t6", "t8"], "category": "chat"},
+        {"text": "t5 t6 t9"},
+    ]
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = (str(chat), "--head", str(head), "--data", str(data), "--max-tokens", "9", "--num-drafts", "2", "--json")
+    code, out, _ = cli(capsys, *args)
+    categories = json.loads(out)["categories"]
+    assert code == 0 and {name: c["num_requests"] for name, c in categories.items()} == {
+        "overall": 4, "chat": 3, "prompts": 1,
+    }  # fmt: skip
+    # All of them are the same tokens.
+    assert categories["chat"]["num_tokens"] == 3 * categories["prompts"]["num_tokens"]
+    assert categories["chat"]["tokens_per_step"] == categories["prompts"]["tokens_per_step"]
+    code, out, _ = cli(capsys, *args, "--limit", "2")
+    assert {name: c["num_requests"] for name, c in json.loads(out)["categories"].items()} == {
+        "overall": 2, "chat": 1, "prompts": 1,
+    }  # fmt: skip
+    for line, message in (("{}", "has none of messages, turns, text and prompt"), ('{"messages": [3]}', "a list of")):
+        data.write_text(line)
+        code, _, err = cli(capsys, *args)
+        assert code == 2 and f"{data}:1: " in err and message in err
 
 
 def test_what_the_command_refuses(

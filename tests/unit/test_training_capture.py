@@ -16,12 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from helpers_gguf import tiny_model, write_gguf
+from helpers_gguf import byte_level_vocabulary, tiny_model, write_gguf
+from pilotfish.cli.app import run
 from pilotfish.config import EngineConfig
 from pilotfish.engine import load_engine
 from pilotfish.errors import CheckpointError, ConfigError
 from pilotfish.models.checkpoint import resolve_model
-from pilotfish.training.capture import Capture, CaptureOptions
+from pilotfish.training.capture import Capture, CaptureOptions, load_prompts
 from pilotfish.training.store import CaptureReader
 from pilotfish.types import SamplingParams
 
@@ -176,18 +177,109 @@ def test_given_answers_are_what_is_learnt(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"data\.jsonl:1: is not JSON"),
+        ("{", r"is not JSON"),
         ("[]", r"must be a JSON object, not list"),
         ('{"x": 1}', r"has none of messages, turns, text and prompt"),
         ('{"turns": []}', r"turns=\[\]"),
+        ('{"turns": [3]}', r"turns=\[3\]"),
+        ('{"text": ""}', r"one is needed, and not empty"),
+        ('{"messages": null}', r"has none of messages, turns, text and prompt"),
+        ('{"messages": []}', r"messages holds nothing to answer"),
+        ('{"messages": ["hi"]}', r"messages must be a list of objects with role and content"),
+        ('{"messages": "hi"}', r"messages must be a list of objects with role and content"),
+        ('{"messages": [{"role": "user", "content": null}]}', r"content=None: must be a string"),
+        ('{"messages": [{"content": "x"}]}', r"role=None: must be a string such as 'user'"),
         ('{"messages": [{"role": "king", "content": "x"}]}', r"Unknown role king"),
     ],
 )
-def test_wrong_lines_are_named(model: str, tmp_path: Path, line: str, message: str) -> None:
+@pytest.mark.parametrize("keep_answers", [False, True])
+def test_wrong_lines_are_named(model: str, tmp_path: Path, line: str, message: str, keep_answers: bool) -> None:
     data = tmp_path / "data.jsonl"
-    data.write_text(line + "\n")
+    data.write_text(json.dumps({"text": "hello 123"}) + "\n" + line + "\n")
+    if keep_answers and "holds nothing" in message:
+        message = "must be a list of at least one message"
+    with pytest.raises(ConfigError, match=rf"data\.jsonl:2: .*{message}"):
+        Capture(model, data, tmp_path / "out", replace(OPTIONS, keep_answers=keep_answers), CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = resolve_model(model).config.max_position_embeddings
+    data = write_lines(
+        tmp_path / "data.jsonl",
+        [{"text": "hello"}, {"text": "1 " * context}, {"text": "so?"}, {"text": "2 " * context}],
+    )
+    options = replace(OPTIONS, max_prompt_tokens=10 * context, max_tokens=2)
+    first = Capture(model, data, tmp_path / "out", options, CONFIG)
+    assert (len(first.prompts), first.loaded.num_too_long) == (2, 2)
+    assert first.longest_prompt == context - 1
+    assert sorted(sample.row for sample in first.run()) == [0, 2]
+    assert (first.manifest.complete, first.manifest.num_prompts) == (True, 2)
+    flags = ["--max-prompt-tokens", str(10 * context), "--max-tokens", "2", "--dtype", "float32", "--threads", "1"]
+    assert run(["capture", model, "--data", str(data), "--out", str(tmp_path / "cli"), *flags]) == 0
+    assert f"2 prompts have more than {context - 1:,} tokens and are left out" in capsys.readouterr().err
+
+
+def test_the_last_prompt_that_fits_the_context_is_captured(model: str, tmp_path: Path) -> None:
+    tokenizer = resolve_model(model).load_tokenizer()
+    fits, not_so = "a b c d e f g h", "a b c d e f g h i"
+    data = write_lines(tmp_path / "data.jsonl", [{"text": fits}, {"text": not_so}])
+    context = len(tokenizer.encode(fits)) + 1
+    reader = capture(model, data, tmp_path / "out", max_model_len=context)
+    assert reader.rows.tolist() == [0] and reader.lengths.tolist() == [context]
+
+
+@pytest.mark.parametrize(
+    ("lines", "keep_answers", "message"),
+    [
+        ([], False, r"data='.*': has no prompts"),
+        ([{"text": "1 " * 500}], False, r"1 have more than 100 tokens \(max_prompt_tokens=100, and a context of"),
+        ([{"messages": [{"role": "user", "content": "hi"}]}], True, r"1 have no answer that keep_answers could learn"),
+    ],
+)
+def test_a_file_without_a_usable_prompt_is_an_error(
+    model: str, tmp_path: Path, lines: list[dict[str, Any]], keep_answers: bool, message: str
+) -> None:
+    data = write_lines(tmp_path / "data.jsonl", lines)
+    options = replace(OPTIONS, keep_answers=keep_answers, max_prompt_tokens=100)
     with pytest.raises(ConfigError, match=message):
-        Capture(model, data, tmp_path / "out", OPTIONS, CONFIG)
+        Capture(model, data, tmp_path / "out", options, CONFIG)
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_kinds_of_paths_are_one_line(
+    model: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = [
+        ["capture", model, "--data", str(data), "--out", str(data)],
+        ["capture", model, "--data", str(data), "--out", str(data / "out")],
+        ["export", str(tmp_path), "--model", model, "--format", "pilotfish", "--out", str(data)],
+    ]
+    for command in commands:
+        assert run(command) == 2
+        assert f"{data} is a file" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    with pytest.raises(CheckpointError, match=r"data\.jsonl: is no capture"):
+        CaptureReader([data])
+    assert run(["prompts", model, "--out", str(tmp_path)]) == 2
+    assert "is a folder; must be a file" in capsys.readouterr().err
+    assert run(["prompts", model, "--out", str(tmp_path / "no" / "x.jsonl")]) == 2
+    assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+
+
+def test_turns_are_plain_text_for_a_model_without_a_template(tmp_path: Path) -> None:
+    vocabulary = byte_level_vocabulary(settings={"chat_template": ""})
+    bare = str(write_gguf(tmp_path / "m.gguf", tiny_model("llama"), vocabulary=vocabulary))
+    data = write_lines(tmp_path / "data.jsonl", [{"turns": ["hello 123", "more"]}])
+    tokenizer = resolve_model(bare).load_tokenizer()
+    assert load_prompts(data, tokenizer, 99).prompts[0].token_ids == tokenizer.encode("hello 123")
+
+
+def test_an_option_says_how_much_a_kill_may_lose(model: str, data: Path, tmp_path: Path) -> None:
+    flags = ["--max-tokens", "6", "--shard-tokens", "60", "--dtype", "float32", "--threads", "1"]
+    assert run(["capture", model, "--data", str(data), "--out", str(tmp_path / "out"), *flags]) == 0
+    assert len(CaptureReader([tmp_path / "out"]).manifests[0].shards) > 1
 
 
 def test_no_capture_and_damaged_shards(model: str, data: Path, tmp_path: Path) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pilotfish.errors import ConfigError
+from pilotfish.prompts import json_lines, read_data
 
-__all__ = ["Question", "json_lines", "load_questions", "read_data", "take"]
+__all__ = ["Question", "load_questions", "take"]
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,51 +44,21 @@ def load_questions(path: Path | None = None) -> list[Question]:
     return questions
 
 
-def read_data(path: Path) -> bytes:
-    """A file of prompts. ConfigError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"data={str(path)!r}: cannot be read: {error.strerror}") from error
-
-
-def json_lines(data: bytes, name: str, keys: str = "") -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of JSON lines, each with the number of its line, from 1. Empty lines are left out.
-
-    Args:
-        data: of the file.
-        name: of the file, for messages.
-        keys: what an object must have, for messages, such as " with turns".
-
-    Raises:
-        ConfigError: a line that is no object; names it.
-    """
-    # At "\n" alone: a prompt may hold other characters that str.splitlines() takes for the end of a line.
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{name}:{number}: is not JSON in UTF-8: {error}") from error
-        if not isinstance(item, dict):
-            raise ConfigError(f"{name}:{number}: must be a JSON object{keys}, not {type(item).__name__}")
-        yield number, item
-
-
-def take(questions: Sequence[Question], limit: int | None) -> list[Question]:
+def take(
+    items: Sequence[_Item], limit: int | None, category: Callable[[_Item], str] = attrgetter("category")
+) -> list[_Item]:
     """At most ``limit`` questions, from all categories in turn, so that few questions are not all of one kind."""
-    if limit is None or limit >= len(questions):
-        return list(questions)
+    if limit is None or limit >= len(items):
+        return list(items)
     waiting: dict[str, deque[int]] = {}
-    for i, question in enumerate(questions):
-        waiting.setdefault(question.category, deque()).append(i)
+    for i, item in enumerate(items):
+        waiting.setdefault(category(item), deque()).append(i)
     taken: list[int] = []
     while len(taken) < limit:
         for queue in waiting.values():
             if queue and len(taken) < limit:
                 taken.append(queue.popleft())
-    return [questions[i] for i in sorted(taken)]
+    return [items[i] for i in sorted(taken)]
 
 
 def _question(item: Mapping[str, Any], place: str) -> Question:

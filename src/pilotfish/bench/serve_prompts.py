@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pilotfish.bench.questions import json_lines, load_questions, read_data
+from pilotfish.bench.questions import load_questions
 from pilotfish.errors import ConfigError
+from pilotfish.prompts import json_lines, read_data, read_prompt, without_answer
 
 __all__ = ["ServePrompt", "load_serve_prompts"]
 
@@ -33,10 +34,9 @@ class ServePrompt:
 
 
 def load_serve_prompts(path: Path | None, *, as_text: bool = False) -> list[ServePrompt]:
-    """The prompts of a JSON-lines file, or (None) the small set that comes with the package.
+    """The prompts of a file, or (None) the small set that comes with the package.
 
-    A line is an object with ``messages`` (a conversation; a last answer is left out), ``turns`` (what the user says;
-    the first counts), or ``text`` or ``prompt`` (plain text).
+    Lines are as :func:`pilotfish.prompts.read_prompt` takes them; a conversation's last answer is left out.
 
     Args:
         path: of the file.
@@ -46,7 +46,7 @@ def load_serve_prompts(path: Path | None, *, as_text: bool = False) -> list[Serv
         ConfigError: the file cannot be read, has no prompts, or has a line that is not one; names the line.
     """
     if path is None:
-        return [_from_turn(str(question.question_id), question.turns[0], as_text) for question in load_questions()]
+        return [_prompt({"turns": list(q.turns)}, "", str(q.question_id), as_text) for q in load_questions()]
     lines = json_lines(read_data(path), str(path))
     prompts = [_prompt(item, f"{path}:{number}", str(number), as_text) for number, item in lines]
     if not prompts:
@@ -56,28 +56,7 @@ def load_serve_prompts(path: Path | None, *, as_text: bool = False) -> list[Serv
 
 def _prompt(item: Mapping[str, Any], place: str, number: str, as_text: bool) -> ServePrompt:
     name = str(item.get("question_id", number))
-    if "messages" in item:
-        return ServePrompt(name, messages=_messages(item["messages"], place))
-    if "turns" in item:
-        turns = item["turns"]
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
-            raise ConfigError(f"{place}: turns={turns!r}: must be a list of strings that are not empty")
-        return _from_turn(name, turns[0], as_text)
-    text = item.get("text", item.get("prompt"))
-    if not isinstance(text, str) or not text:
-        raise ConfigError(f"{place}: has none of messages, turns, text and prompt; one is needed, and not empty")
-    return ServePrompt(name, text=text)
-
-
-def _from_turn(name: str, turn: str, as_text: bool) -> ServePrompt:
-    return ServePrompt(name, text=turn) if as_text else ServePrompt(name, messages=[{"role": "user", "content": turn}])
-
-
-def _messages(messages: object, place: str) -> list[Mapping[str, Any]]:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ConfigError(f"{place}: messages must be a list of objects with role and content")
-    if messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise ConfigError(f"{place}: messages holds nothing to answer")
-    return messages
+    prompt = read_prompt(item, place, as_text=as_text)
+    if isinstance(prompt, str):
+        return ServePrompt(name, text=prompt)
+    return ServePrompt(name, messages=without_answer(prompt, place))

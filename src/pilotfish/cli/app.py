@@ -256,7 +256,7 @@ def evaluate(
         Path,
         typer.Option(
             metavar="DIR|FILE",
-            help="A capture, for the accuracy of each draft on its text; or prompts as for bench, for lengths.",
+            help="A capture, for the accuracy of each draft on its text; or prompts as for capture, for lengths.",
             show_default=False,
         ),
     ],

@@ -30,7 +30,9 @@ class CaptureCommand:
 
     temperature: Annotated[float, Option(help="Of the answers; 0 is greedy.")] = 0.0
     max_tokens: Annotated[int, Option(help="Most tokens of an answer.")] = 256
-    max_prompt_tokens: Annotated[int, Option(help="Longer prompts are left out.")] = 1024
+    max_prompt_tokens: Annotated[
+        int, Option(help="Longer prompts are left out, and those that leave no room in the context.")
+    ] = 1024
     keep_answers: Annotated[
         bool, Option("--keep-answers", help="Learn the answers in the data; the target writes none.")
     ] = False
@@ -44,6 +46,9 @@ class CaptureCommand:
             show_default="none",
         ),
     ] = None
+    shard_tokens: Annotated[
+        int, Option(help="Tokens in a file of the capture, at least: what a kill may lose; Ctrl-C loses nothing.")
+    ] = 100_000
     show: Annotated[int, Option(help="Print so many samples with what is to be learnt of them.")] = 0
     max_num_seqs: Annotated[int, Option(help="Sequences that run at once.")] = 64
     dtype: Annotated[str, Option(help="bfloat16 or float32, of the target.")] = EngineConfig().dtype
@@ -70,6 +75,7 @@ def run_capture(model: str, data: Path, out: Path, command: CaptureCommand) -> b
             seed=command.seed,
             limit=command.limit,
             aux_layers=_aux_layers(command.aux_layers, model),
+            shard_tokens=command.shard_tokens,
         )
         capture = Capture(model, data, out, options, config)
     tokens, size = capture.size_estimate()
@@ -77,6 +83,12 @@ def run_capture(model: str, data: Path, out: Path, command: CaptureCommand) -> b
         f"{len(capture.prompts):,} prompts ({capture.num_done:,} done before); at most {tokens:,} tokens and "
         f"{size / 1e9:.1f} GB in {out}"
     )
+    if capture.loaded.num_too_long:
+        err.print(
+            f"{capture.loaded.num_too_long:,} prompts have more than {capture.longest_prompt:,} tokens and are left out"
+        )
+    if capture.loaded.num_without_answer:
+        err.print(f"{capture.loaded.num_without_answer:,} prompts have no answer to learn and are left out")
     completed = _run(capture, command.show, err)
     manifest = capture.manifest
     err.print(

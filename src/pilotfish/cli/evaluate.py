@@ -23,8 +23,9 @@ from pilotfish.errors import ConfigError
 from pilotfish.types import SamplingParams
 
 if TYPE_CHECKING:
-    from pilotfish.bench import Group, Prompt, Summary
+    from pilotfish.bench import Group, Summary
     from pilotfish.engine import Engine
+    from pilotfish.training.capture import CapturePrompt
     from pilotfish.training.evaluate import Accuracy
     from pilotfish.training.store import CaptureReader
 
@@ -112,13 +113,14 @@ def _on_prompts(model: str, data: Path, command: EvaluateCommand) -> tuple[dict[
     """What the engine accepts while it answers."""
     params = SamplingParams(temperature=command.temperature, seed=command.seed, max_tokens=command.max_tokens)
     with loading_progress(f"reading {data}"):
-        from pilotfish.bench import encode_prompts, load_questions, summarise, take
+        from pilotfish.bench import summarise, take
         from pilotfish.models.checkpoint import resolve_model
+        from pilotfish.training.capture import load_prompts
 
-        questions = take(load_questions(data), command.limit)
         with closing(resolve_model(model)) as checkpoint:
             tokenizer, context = checkpoint.load_tokenizer(), checkpoint.config.max_position_embeddings
-        prompts, too_long = encode_prompts(questions, tokenizer, context - command.max_tokens)
+        loaded = load_prompts(data, tokenizer, context - command.max_tokens)
+        prompts = take(loaded.prompts, command.limit, category=_category)
     if not prompts:
         raise ConfigError(
             f"max_tokens={command.max_tokens}: leaves room for no prompt in a context of {context} tokens"
@@ -126,12 +128,16 @@ def _on_prompts(model: str, data: Path, command: EvaluateCommand) -> tuple[dict[
     longest = max(len(prompt.token_ids) for prompt in prompts) + command.max_tokens
     engine = _load(model, command, longest)
     summaries = summarise(list(_answer(engine, prompts, params)))
-    if too_long:
-        Console(stderr=True).print(f"{len(too_long)} prompts are too long for the context and were left out")
+    if loaded.num_too_long:
+        Console(stderr=True).print(f"{loaded.num_too_long} prompts are too long for the context and were left out")
     names = ("num_requests", "num_tokens", "mean_accepted_length", "tokens_per_step", "acceptance_by_position")
     categories = {s.category: {name: getattr(s, name) for name in names} for s in summaries}
     figures = {"data": str(data), "temperature": command.temperature, "categories": categories}
     return figures, _length_table(summaries, command.num_drafts)
+
+
+def _category(prompt: CapturePrompt) -> str:
+    return prompt.source or "prompts"
 
 
 def _load(model: str, command: EvaluateCommand, max_model_len: int, reader: CaptureReader | None = None) -> Engine:
@@ -163,14 +169,14 @@ def _load(model: str, command: EvaluateCommand, max_model_len: int, reader: Capt
         return load_engine(model, command.engine_config(max_model_len, settings), progress=progress)
 
 
-def _answer(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -> Iterator[Group]:
+def _answer(engine: Engine, prompts: Sequence[CapturePrompt], params: SamplingParams) -> Iterator[Group]:
     """Serve the prompts, category by category."""
     from pilotfish.bench import Group, Measured, Run, run_batch
 
     size = engine.config.max_num_seqs
-    categories: dict[str, list[Prompt]] = {}
+    categories: dict[str, list[CapturePrompt]] = {}
     for prompt in prompts:
-        categories.setdefault(prompt.question.category, []).append(prompt)
+        categories.setdefault(_category(prompt), []).append(prompt)
     batches = [
         (category, members[start : start + size])
         for category, members in categories.items()
@@ -178,10 +184,7 @@ def _answer(engine: Engine, prompts: Sequence[Prompt], params: SamplingParams) -
     ]
     for index, (category, members) in enumerate(_with_progress(batches, "batches")):
         seconds, outputs = run_batch(engine, [prompt.token_ids for prompt in members], params)
-        records = [
-            Measured.of(prompt.question.question_id, output, None)
-            for prompt, output in zip(members, outputs, strict=True)
-        ]
+        records = [Measured.of(prompt.row, output, None) for prompt, output in zip(members, outputs, strict=True)]
         yield Group(size, category, index, [Run("head", seconds, records)])
 
 

@@ -87,6 +87,10 @@ def run_prompts(model: str, out: Path, command: PromptsCommand) -> bool:
 
 def _read(file: Path) -> dict[int, str]:
     """The prompts in the file, by the number of their attempt."""
+    if file.is_dir():
+        raise ConfigError(f"out={str(file)!r}: is a folder; must be a file, new or of an earlier run")
+    if not file.parent.is_dir():
+        raise ConfigError(f"out={str(file)!r}: there is no folder {file.parent}; make it first")
     if not file.exists():
         return {}
     try:

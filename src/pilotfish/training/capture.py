@@ -7,7 +7,7 @@ states are those that a head will see when it is served.
 from __future__ import annotations
 
 import hashlib
-import json
+import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,13 +22,15 @@ from pilotfish.engine import Engine, load_engine
 from pilotfish.errors import ConfigError, RequestError
 from pilotfish.models.checkpoint import Progress, resolve_model
 from pilotfish.models.heads import target_stamp
+from pilotfish.prompts import Message, json_lines, read_data, read_prompt, without_answer
 from pilotfish.runner import Runner
 from pilotfish.speculation import CommittedRow, DraftRow, Proposal, Scheme
 from pilotfish.text import Tokenizer
+from pilotfish.training.folder import check_folder
 from pilotfish.training.store import CaptureReader, CaptureWriter, Manifest, Sample
 from pilotfish.types import RequestOutput, SamplingParams
 
-__all__ = ["Capture", "CaptureOptions", "CapturePrompt", "StateKeeper", "load_prompts"]
+__all__ = ["Capture", "CaptureOptions", "CapturePrompt", "LoadedPrompts", "StateKeeper", "load_prompts"]
 
 _QUEUED = 2
 """Requests waiting for each row that runs: enough that no row is ever empty, few enough to stop soon."""
@@ -41,7 +43,7 @@ class CaptureOptions:
     Attributes:
         temperature: of the answers; 0 is greedy.
         max_tokens: most tokens of an answer.
-        max_prompt_tokens: longer prompts are left out.
+        max_prompt_tokens: longer prompts are left out, and those that leave no room in the context.
         keep_answers: learn the answers in the data instead of writing new ones.
         seed: a prompt's seed is this plus its line number, so that a capture that was interrupted goes on as it began.
         limit: most prompts.
@@ -91,72 +93,76 @@ class CapturePrompt:
     loss_mask: list[int]
 
 
-def load_prompts(path: Path, tokenizer: Tokenizer, options: CaptureOptions) -> Iterator[CapturePrompt]:
-    """The prompts of a JSON-lines file in order, but for those that are too long.
+@dataclass(frozen=True, slots=True)
+class LoadedPrompts:
+    """The prompts of a file that can be used, in its order, and how many others it has.
 
-    A line is an object with ``messages`` (chat), ``turns`` (what the user says; the first counts), or ``text`` or
-    ``prompt`` (plain text).
+    Attributes:
+        prompts: to be used.
+        num_too_long: have more tokens than was allowed.
+        num_without_answer: have no answer to learn, where given answers are wanted.
+    """
+
+    prompts: list[CapturePrompt]
+    num_too_long: int
+    num_without_answer: int
+
+
+def load_prompts(
+    path: Path, tokenizer: Tokenizer, max_prompt_tokens: int, *, keep_answers: bool = False, limit: int | None = None
+) -> LoadedPrompts:
+    """The prompts of a JSON-lines file; its lines are as :func:`pilotfish.prompts.read_prompt` takes them.
+
+    Args:
+        path: of the file.
+        tokenizer: the target's.
+        max_prompt_tokens: longer prompts are left out.
+        keep_answers: given answers are part of the prompt, and are to be learnt; else a last answer is left out.
+        limit: most prompts; the file is read no further.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is none of these; names the line.
+        ConfigError: the file cannot be read, has no prompts, or a line is none; names the line.
     """
-    taken = 0
-    for row, line in enumerate(_lines(path)):
-        if options.limit is not None and taken >= options.limit:
-            return
-        if not line.strip():
-            continue
-        where = f"{path}:{row + 1}"
+    prompts: list[CapturePrompt] = []
+    num_too_long = num_without_answer = 0
+    for number, item in json_lines(read_data(path), str(path)):
+        if limit is not None and len(prompts) >= limit:
+            break
+        place = f"{path}:{number}"
         try:
-            entry = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"data={where}: is not JSON: {error}") from error
-        if not isinstance(entry, dict):
-            raise ConfigError(f"data={where}: must be a JSON object, not {type(entry).__name__}")
-        try:
-            token_ids, mask = _tokenize(entry, tokenizer, options.keep_answers, where)
+            token_ids, mask = _tokenize(item, tokenizer, keep_answers, place)
         except RequestError as error:
-            raise ConfigError(f"data={where}: {error}") from error
-        if len(token_ids) > options.max_prompt_tokens or not token_ids or (options.keep_answers and not any(mask)):
-            continue
-        taken += 1
-        yield CapturePrompt(row, str(entry.get("source") or entry.get("category") or ""), token_ids, mask)
-
-
-def _lines(path: Path) -> list[bytes]:
-    try:
-        # At "\n" alone: a prompt may hold other characters that str.splitlines() takes for the end of a line.
-        return path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(f"data={str(path)!r}: cannot be read: {error.strerror}") from error
+            raise ConfigError(f"{place}: {error}") from error
+        if not token_ids:
+            raise ConfigError(f"{place}: has no tokens")
+        if len(token_ids) > max_prompt_tokens:
+            num_too_long += 1
+        elif keep_answers and not any(mask):
+            num_without_answer += 1
+        else:
+            source = str(item.get("source") or item.get("category") or "")
+            prompts.append(CapturePrompt(number - 1, source, token_ids, mask))
+    if not prompts and not num_too_long and not num_without_answer:
+        raise ConfigError(f"data={str(path)!r}: has no prompts")
+    return LoadedPrompts(prompts, num_too_long, num_without_answer)
 
 
 def _tokenize(
-    entry: Mapping[str, Any], tokenizer: Tokenizer, keep_answers: bool, where: str
+    item: Mapping[str, Any], tokenizer: Tokenizer, keep_answers: bool, place: str
 ) -> tuple[list[int], list[int]]:
     """Token ids and loss mask of one line."""
-    if "messages" in entry or "turns" in entry:
-        messages = entry.get("messages")
-        if messages is None:
-            turns = entry["turns"]
-            if not isinstance(turns, list) or not turns:
-                raise ConfigError(f"data={where}: turns={turns!r}: must be a list of strings that is not empty")
-            messages = [{"role": "user", "content": turns[0]}]
-        if keep_answers:
-            return _tokenize_answers(messages, tokenizer)
-        if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        token_ids = tokenizer.apply_chat_template(messages)
-        return token_ids, [0] * len(token_ids)
-    text = entry.get("text", entry.get("prompt"))
-    if not isinstance(text, str):
-        raise ConfigError(f"data={where}: has none of messages, turns, text and prompt; one is needed")
-    token_ids = tokenizer.encode(text)
-    # The first token is given, never predicted.
-    return token_ids, [0, *[int(keep_answers)] * (len(token_ids) - 1)]
+    prompt = read_prompt(item, place, as_text=not tokenizer.has_chat_template)
+    if isinstance(prompt, str):
+        token_ids = tokenizer.encode(prompt)
+        # The first token is given, never predicted.
+        return token_ids, [0, *[int(keep_answers)] * (len(token_ids) - 1)]
+    if keep_answers:
+        return _tokenize_answers(prompt, tokenizer)
+    token_ids = tokenizer.apply_chat_template(without_answer(prompt, place))
+    return token_ids, [0] * len(token_ids)
 
 
-def _tokenize_answers(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def _tokenize_answers(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """A conversation with its assistant's turns marked: each is what the template adds after the prompt before it."""
     token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     mask = [0] * len(token_ids)
@@ -222,8 +228,13 @@ class Capture:
         progress: told how the model is loaded.
 
     Raises:
-        ConfigError: the folder holds a capture of another target, data file or options; or see :func:`load_prompts`.
+        ConfigError: the folder is none, or holds a capture of another target, data file or options; no prompt can be
+            used; or see :func:`load_prompts`.
         CheckpointError: the model cannot be loaded.
+
+    Attributes:
+        loaded: the prompts, and how many were left out.
+        longest_prompt: that may be used, in tokens.
     """
 
     def __init__(
@@ -235,6 +246,7 @@ class Capture:
         config: EngineConfig,
         progress: Progress | None = None,
     ) -> None:
+        check_folder(folder)
         self.options = options
         checkpoint = resolve_model(model, dtype=config.dtype, progress=progress)
         stamp = target_stamp(checkpoint)
@@ -243,7 +255,18 @@ class Capture:
             given = ",".join(map(str, options.aux_layers))
             raise ConfigError(f"aux_layers={given}: must be from 1 to {num_layers}, the target's layers")
         self.tokenizer = checkpoint.load_tokenizer()
-        self.prompts = list(load_prompts(data, self.tokenizer, options))
+        self._context = context = min(checkpoint.config.max_position_embeddings, config.max_model_len or sys.maxsize)
+        self.longest_prompt = min(options.max_prompt_tokens, context - 1)
+        self.loaded = load_prompts(
+            data, self.tokenizer, self.longest_prompt, keep_answers=options.keep_answers, limit=options.limit
+        )
+        self.prompts = self.loaded.prompts
+        if not self.prompts:
+            raise ConfigError(
+                f"data={str(data)!r}: no prompt can be used: {self.loaded.num_too_long} have more than "
+                f"{self.longest_prompt} tokens (max_prompt_tokens={options.max_prompt_tokens}, and a context of "
+                f"{context}), {self.loaded.num_without_answer} have no answer that keep_answers could learn"
+            )
         self._hidden_size = stamp.hidden_size
         fresh = Manifest(
             target=asdict(stamp),
@@ -251,6 +274,7 @@ class Capture:
             aux_layers=options.aux_layers,
             sampling=options.sampling,
             data={"file": data.name, "sha256": hashlib.sha256(data.read_bytes()).hexdigest()},
+            num_prompts=len(self.prompts),
         )
         folder.mkdir(parents=True, exist_ok=True)
         manifest = _resume(folder, fresh)
@@ -275,9 +299,17 @@ class Capture:
 
     def run(self) -> Generator[Sample]:
         """Compute what is missing; yields every sample when it is complete. Closing the iterator keeps what is done."""
+        longest = max(len(prompt.token_ids) for prompt in self.prompts) + self.options.max_tokens
         engine = load_engine(
             self._model,
-            replace(self._config, speculation=None, enable_prefix_caching=False),
+            # A context that is given is not shortened to what the KV cache holds: prompts that need it would be refused
+            # in the middle of the capture.
+            replace(
+                self._config,
+                speculation=None,
+                enable_prefix_caching=False,
+                max_model_len=min(longest, self._context),
+            ),
             progress=self._progress,
             scheme=Scheme(model=None, start=lambda _: self._keeper, aux_layers=self.options.aux_layers),
         )
@@ -348,4 +380,4 @@ def _resume(folder: Path, fresh: Manifest) -> Manifest:
                 f"out={str(folder)!r}: holds a capture with {name}={theirs!r}; this one has {ours!r}. Choose another "
                 "folder, or the same settings to go on with it."
             )
-    return found
+    return replace(found, num_prompts=fresh.num_prompts)

@@ -30,6 +30,7 @@ from pilotfish.models.heads import (
     target_stamp,
 )
 from pilotfish.training.export_readme import readme
+from pilotfish.training.folder import check_folder
 
 __all__ = ["ExportFormat", "Exported", "HeadTensors", "convert", "export_head"]
 
@@ -138,7 +139,8 @@ def export_head(
     """
     if form not in get_args(ExportFormat):
         raise ConfigError(f"format={form!r}: must be one of {', '.join(get_args(ExportFormat))}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    check_folder(out)
+    if out.exists() and any(out.iterdir()):
         raise ConfigError(f"out={str(out)!r}: exists and is not an empty folder; choose another")
     stored = open_head(name, checkpoint, allow_mismatch=allow_mismatch, aux_convention=aux_convention)
     target = checkpoint.tensors()
