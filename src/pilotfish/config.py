@@ -7,7 +7,7 @@ resolved settings are logged, each with its reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from pilotfish.errors import ConfigError
 
@@ -170,16 +170,37 @@ class Eagle(HeadSpeculation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Auto(Speculation):
-    """The model's own head if one ships with the package or lies in the model's folder, else :class:`Ngram`.
+    """A head by its kind: :class:`Mtp` or :class:`Eagle`; without one :class:`Ngram`.
+
+    The settings of heads are those of :class:`HeadSpeculation`, and an error where no head is found.
 
     Attributes:
         num_drafts: 0: as many as the scheme that is taken proposes by itself.
+        head: must be there and fit. None: the model's own if one ships with the package or lies in the model's folder,
+            and fits.
+        allow_mismatch: of a head. None: not given, as the next two.
+        p_min: of a head.
+        lookup: of a head.
     """
 
     scheme: ClassVar[str] = "auto"
     _least_drafts: ClassVar[int] = 0
 
     num_drafts: int = 0
+    head: str | None = None
+    allow_mismatch: bool | None = None
+    p_min: float | None = None
+    lookup: int | None = None
+
+    def __post_init__(self) -> None:
+        Speculation.__post_init__(self)
+        HeadSpeculation(**self.head_settings)  # checks them
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        """Those of heads that were given."""
+        names = ("head", "allow_mismatch", "p_min", "lookup")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 SpeculationChoice = Speculation | Literal["auto"] | None

@@ -344,6 +344,8 @@ def test_what_the_command_refuses(
     assert code == 2 and "has no head of its own; name one with --head" in err
     code, _, err = cli(capsys, folder, "--head", head, "--data", str(capture_folder), "--limit", "0")
     assert code == 2 and "limit=0" in err
+    code, _, err = cli(capsys, folder, "--head", head, "--data", str(capture_folder), "--num-drafts", "0")
+    assert code == 2 and "num_drafts=0" in err
     code, _, err = cli(capsys, folder, "--head", head, "--data", str(tmp_path / "nothing.jsonl"))
     assert code == 2 and "cannot be read" in err
     other = save_capture(tmp_path / "capture", [sample([0, 0, 1])], target={"name": "x", "num_layers": 64})

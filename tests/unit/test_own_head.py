@@ -130,6 +130,42 @@ def test_what_all_schemes_have_is_passed_on(target: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3"])
+def test_auto_takes_the_scheme_of_the_head_that_is_named(
+    target: Path, tmp_path: Path, kind: HeadKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_head(target / "head", target)  # which the named one comes before
+    folder = add_head(tmp_path / "other", target, kind)
+    scheme = Mtp if kind == "mtp" else Eagle
+    with caplog.at_level(logging.INFO, "pilotfish"):
+        assert load(target, speculation=Auto(head=folder)).config.speculation == scheme(head=folder)
+    assert f"speculation={scheme.scheme}: the head that is named, {folder}" in caplog.text
+    settings = {"p_min": 0.5, "lookup": 0, "num_drafts": 2}
+    engine = load(target, speculation=Auto(head=folder, **settings))
+    assert engine.config.speculation == scheme(head=folder, **settings)
+    edit_config(folder, embedding_sha256="0" * 64)
+    with pytest.raises(CheckpointError, match="embedding_sha256"):
+        load(target, speculation=Auto(head=folder))
+    engine = load(target, speculation=Auto(head=folder, allow_mismatch=True))
+    assert engine.config.speculation == scheme(head=folder, allow_mismatch=True)
+
+
+def test_settings_of_heads_are_for_the_models_own_too_and_need_one(
+    target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    auto = Auto(p_min=0.5, lookup=0)
+    with pytest.raises(ConfigError, match=r"p_min=0.5, lookup=0: of draft heads, .*takes ngram. .*--head FOLDER"):
+        load(target, speculation=auto)
+    folder = add_head(target / "head", target, "eagle3")
+    assert load(target, speculation=auto).config.speculation == Eagle(head=folder, p_min=0.5, lookup=0)
+    edit_config(folder, embedding_sha256="0" * 64)
+    with pytest.raises(ConfigError, match="of draft heads"):
+        load(target, speculation=auto)
+    assert f"The head in {folder} is left out" in caplog.text
+    allowed = load(target, speculation=Auto(allow_mismatch=True)).config.speculation
+    assert allowed == Eagle(head=folder, allow_mismatch=True)
+
+
 def test_none_is_plain_decoding_whatever_is_in_the_folder(target: Path) -> None:
     add_head(target / "head", target)
     assert isinstance(load(target, speculation=None).proposer, NoProposer)
@@ -227,3 +263,5 @@ def test_settings_of_heads_are_checked() -> None:
         Mtp(allow_mismatch="yes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_drafts=0"):
         Eagle(num_drafts=0)
+    with pytest.raises(ConfigError, match="lookup=-1"):
+        Auto(lookup=-1)

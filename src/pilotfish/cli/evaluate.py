@@ -18,7 +18,7 @@ from typer import Option
 from pilotfish.cli.options import token_budget
 from pilotfish.cli.render import to_json
 from pilotfish.cli.session import loading_progress
-from pilotfish.config import Eagle, EngineConfig, HeadSpeculation, Mtp
+from pilotfish.config import Auto, EngineConfig, Mtp
 from pilotfish.errors import ConfigError
 from pilotfish.types import SamplingParams
 
@@ -53,8 +53,10 @@ class EvaluateCommand:
     dtype: Annotated[str, Option(help="bfloat16 or float32.")] = EngineConfig().dtype
     threads: Annotated[int | None, Option(help="Threads of the kernels.", show_default="all CPUs")] = None
 
-    def engine_config(self, max_model_len: int, speculation: HeadSpeculation) -> EngineConfig:
+    def engine_config(self, max_model_len: int, head: str) -> EngineConfig:
         """No prefix cache: prompts that begin alike would leave captured rows of others in it."""
+        # Figures are of the head alone.
+        alone = Auto(head=head, num_drafts=self.num_drafts, allow_mismatch=self.allow_mismatch, p_min=0.0, lookup=0)
         return EngineConfig(
             dtype=self.dtype,  # type: ignore[arg-type]  # EngineConfig checks it
             threads=self.threads,
@@ -62,7 +64,7 @@ class EvaluateCommand:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=token_budget(self.max_num_seqs),
             enable_prefix_caching=False,
-            speculation=speculation,
+            speculation=alone,
         )
 
 
@@ -75,6 +77,8 @@ def run_evaluate(model: str, data: Path, command: EvaluateCommand, *, as_json: b
     """
     if command.limit is not None and command.limit < 1:
         raise ConfigError(f"limit={command.limit}: must be at least 1, or left out for all")
+    if command.num_drafts < 1:
+        raise ConfigError(f"num_drafts={command.num_drafts}: must be at least 1")
     evaluate = _on_capture if data.is_dir() else _on_prompts
     figures, table = evaluate(model, data, command)
     if as_json:
@@ -145,7 +149,7 @@ def _load(model: str, command: EvaluateCommand, max_model_len: int, reader: Capt
     with loading_progress(f"loading {model}") as progress:
         from pilotfish.engine import load_engine
         from pilotfish.models.checkpoint import resolve_model
-        from pilotfish.models.heads import open_head, target_stamp
+        from pilotfish.models.heads import target_stamp
         from pilotfish.speculation import find_head
         from pilotfish.training.setup import check_capture
 
@@ -156,17 +160,8 @@ def _load(model: str, command: EvaluateCommand, max_model_len: int, reader: Capt
             head = command.head if command.head is not None else find_head(checkpoint)
             if head is None:
                 raise ConfigError(f"head=None: {model} has no head of its own; name one with --head")
-            kind = open_head(head, checkpoint, allow_mismatch=command.allow_mismatch).config.kind
             max_model_len = min(max_model_len, checkpoint.config.max_position_embeddings)
-        scheme = Mtp if kind == "mtp" else Eagle
-        settings = scheme(
-            head=str(head),
-            num_drafts=command.num_drafts,
-            allow_mismatch=command.allow_mismatch,
-            p_min=0.0,
-            lookup=0,  # figures are of the head alone
-        )
-        return load_engine(model, command.engine_config(max_model_len, settings), progress=progress)
+        return load_engine(model, command.engine_config(max_model_len, str(head)), progress=progress)
 
 
 def _answer(engine: Engine, prompts: Sequence[CapturePrompt], params: SamplingParams) -> Iterator[Group]:

@@ -21,12 +21,13 @@ SCHEMES = ("auto", *BENCH_SCHEMES)
 
 _PANEL = "Speculation"
 _SHARED = ("num_drafts", "verify", "threshold")
+_OF_HEADS = ("head", "allow_mismatch", "p_min", "lookup")
 _OWN = {
-    "auto": (),
+    "auto": _OF_HEADS,
     "draft": ("draft",),
     "ngram": ("max_ngram", "min_ngram"),
-    "mtp": ("head", "allow_mismatch", "p_min", "lookup"),
-    "eagle": ("head", "allow_mismatch", "p_min", "lookup"),
+    "mtp": _OF_HEADS,
+    "eagle": _OF_HEADS,
 }
 _HEADS: Mapping[str, type[HeadSpeculation]] = {"mtp": Mtp, "eagle": Eagle}
 _DEFAULTS = Ngram()
@@ -48,7 +49,7 @@ HeadOption = Annotated[
     Option(
         "--head",
         metavar="DIR|ID",
-        help="mtp, eagle: folder or Hugging Face id of the head. Implies --scheme mtp.",
+        help="Draft heads: folder or Hugging Face id of one.",
         show_default="the model's own",
         rich_help_panel=_PANEL,
     ),
@@ -57,7 +58,7 @@ AllowMismatchOption = Annotated[
     bool,
     Option(
         "--allow-mismatch",
-        help="mtp, eagle: take a head that was trained for other weights or another chat template of the same shape.",
+        help="Draft heads: take one that was trained for other weights or another chat template of the same shape.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -73,7 +74,7 @@ PMinOption = Annotated[
     float | None,
     Option(
         "--draft-p-min",
-        help="mtp, eagle: stop drafting where the head's joint probability of the drafts falls below this.",
+        help="Draft heads: stop drafting where the head's joint probability of the drafts falls below this.",
         show_default=str(Mtp().p_min),
         rich_help_panel=_PANEL,
     ),
@@ -82,7 +83,7 @@ LookupOption = Annotated[
     int | None,
     Option(
         "--draft-lookup",
-        help="mtp, eagle: where the last so many tokens occurred before, propose what followed them instead of the "
+        help="Draft heads: where the last so many tokens occurred before, propose what followed them instead of the "
         "head's drafts; 0 never does.",
         show_default=str(Mtp().lookup),
         rich_help_panel=_PANEL,
@@ -125,8 +126,8 @@ class SpeculationOptions:
     scheme: Annotated[
         str | None,
         Option(
-            help="auto (the model's own head, else ngram), none, draft, ngram, mtp or eagle.",
-            show_default="auto",
+            help="auto (that of --head or the model's own head, else ngram), none, draft, ngram, mtp or eagle.",
+            show_default="auto; with --draft: draft",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -147,7 +148,7 @@ class SpeculationOptions:
         Raises:
             ConfigError: an unknown scheme, a wrong value, or an option that does not belong to the scheme.
         """
-        implied = "draft" if self.draft is not None else "mtp" if self.head is not None else "auto"
+        implied = "draft" if self.draft is not None else "auto"
         scheme = implied if self.scheme is None else self.scheme
         given = given_options(self, [field.name for field in fields(self) if field.name != "scheme"])
         _check_scheme(scheme, SCHEMES)

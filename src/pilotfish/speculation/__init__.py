@@ -16,7 +16,7 @@ from pilotfish.speculation.base import (
     Scheme,
     SpeculationContext,
 )
-from pilotfish.speculation.find import find_head, load_own_head, shared_settings
+from pilotfish.speculation.find import find_head, load_auto_head, shared_settings
 from pilotfish.speculation.verify import Candidate, Outcome, verify
 
 __all__ = [
@@ -54,10 +54,11 @@ def load_scheme(
     if choice == "auto":
         choice = Auto()
     if isinstance(choice, Auto):
-        own = load_own_head(choice, context)
-        if own is not None:
-            logger.info("speculation=%s: the model's own head, %s", own[0].scheme, own[0].head)
-            return own
+        found = load_auto_head(choice, context)
+        if found is not None:
+            whose = "the model's own head" if choice.head is None else "the head that is named"
+            logger.info("speculation=%s: %s, %s", found[0].scheme, whose, found[0].head)
+            return found
         logger.info("speculation=ngram: the model has no draft head of its own")
         choice = Ngram(**shared_settings(choice))
     module = import_module(f"{__name__}.{choice.scheme}")

@@ -18,7 +18,7 @@ from pilotfish.speculation.heads import HeadProposer
 from pilotfish.speculation.lookup import LookupFirstProposer
 from pilotfish.speculation.ngram import NgramProposer
 
-__all__ = ["SHIPPED_HEADS", "find_head", "head_scheme", "load_own_head", "own_head_scheme", "shared_settings"]
+__all__ = ["SHIPPED_HEADS", "find_head", "head_scheme", "load_auto_head", "own_head_scheme", "shared_settings"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +52,39 @@ def shared_settings(auto: Auto) -> dict[str, Any]:
     return given
 
 
-def load_own_head(auto: Auto, context: SpeculationContext) -> tuple[HeadSpeculation, HeadScheme] | None:
-    """What ``auto`` takes where the model has a head that fits it; None where not."""
+def load_auto_head(auto: Auto, context: SpeculationContext) -> tuple[HeadSpeculation, HeadScheme] | None:
+    """What ``auto`` takes where a head is named, or the model has one that fits it; None where not.
+
+    Raises:
+        ConfigError: settings of heads, and there is none.
+        CheckpointError: a head that is named cannot be loaded, or does not fit the target.
+    """
+    loaded = _named_or_own_head(auto, context)
+    if loaded is None:
+        if auto.head_settings:
+            given = ", ".join(f"{name}={value!r}" for name, value in auto.head_settings.items())
+            raise ConfigError(
+                f"{given}: of draft heads, and scheme='auto' found none for this model and takes ngram. Name a head "
+                "(head=FOLDER, or --head FOLDER on the command line), or leave this out."
+            )
+        return None
+    folder, head = loaded
+    kind = Mtp if head.config.kind == "mtp" else Eagle
+    settings: HeadSpeculation = kind(**{**auto.head_settings, "head": folder}, **shared_settings(auto))
+    return settings, head_scheme(head, settings, context)
+
+
+def _named_or_own_head(auto: Auto, context: SpeculationContext) -> tuple[str, DraftHead] | None:
+    if auto.head is not None:
+        return auto.head, context.load_head(auto.head, bool(auto.allow_mismatch))
     folder = context.find_head()
     if folder is None:
         return None
     try:
-        head = context.load_head(folder, False)
+        return folder, context.load_head(folder, bool(auto.allow_mismatch))
     except CheckpointError as error:
         logger.warning("The head in %s is left out: %s", folder, error)
         return None
-    kind = Mtp if head.config.kind == "mtp" else Eagle
-    settings: HeadSpeculation = kind(head=folder, **shared_settings(auto))
-    return settings, head_scheme(head, settings, context)
 
 
 def own_head_scheme(settings: HeadSpeculation, context: SpeculationContext, kinds: Sequence[str]) -> HeadScheme:

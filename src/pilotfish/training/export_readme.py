@@ -60,7 +60,7 @@ def _command(target: str, form: str, num_drafts: int, has_token_map: bool) -> st
         case "eagle-sglang":
             token_map = " --speculative-token-map FOLDER/token_map.pt" if has_token_map else ""
             return _sglang(target, "EAGLE", num_drafts, token_map)
-    return f"pilotfish generate --model {target} --scheme mtp --head FOLDER 'Hello'"
+    return f"pilotfish generate --model {target} --head FOLDER 'Hello'"
 
 
 def _sglang(target: str, algorithm: str, num_drafts: int, more: str) -> str:
