@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +231,19 @@ class TestMismatch:
 
 
 class TestConfigFile:
+    def test_everything_that_a_head_computes_must_be_said(self, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        save(tmp_path / "head", checkpoint)
+        file = tmp_path / "head" / "config.json"
+        whole = json.loads(file.read_text())
+        names = [field.name for field in fields(HeadConfig) if field.name != "training"]
+        assert {*names, "training", "format", "version"} == set(whole)
+        for name in names:
+            file.write_text(json.dumps({key: value for key, value in whole.items() if key != name}))
+            with pytest.raises(CheckpointError, match=f"config.json: key '{name}' is missing"):
+                load(tmp_path / "head", checkpoint)
+        file.write_text(json.dumps({key: value for key, value in whole.items() if key != "training"}))
+        assert load(tmp_path / "head", checkpoint).config.training == {}
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [

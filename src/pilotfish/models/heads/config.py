@@ -7,7 +7,7 @@ The same object describes heads of other projects, whose files say it in other w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from pilotfish.errors import CheckpointError, ConfigError
@@ -155,8 +155,8 @@ class HeadConfig:
         values = {name: value for name, value in content.items() if name not in ("format", "version")}
         _check_keys(cls, values, where)
         values["shape"] = ModelConfig.from_hf(_object(values, "shape", where), f"{where}: shape")
-        values["aux_layers"] = tuple(values.get("aux_layers", ()))
-        if values.get("target") is not None:
+        values["aux_layers"] = tuple(values["aux_layers"])
+        if values["target"] is not None:
             target = _object(values, "target", where)
             _check_keys(TargetStamp, target, f"{where}: target")
             values["target"] = TargetStamp(**target)
@@ -210,9 +210,9 @@ def _check_keys(cls: type[HeadConfig] | type[TargetStamp], values: Mapping[str, 
             raise CheckpointError(f"{where}: unknown key {name!r}; known are {', '.join(known)}")
     for name, f in known.items():
         if name not in values:
-            if f.default is MISSING and f.default_factory is MISSING:
-                raise CheckpointError(f"{where}: key {name!r} is missing")
-            continue
+            if name == "training":  # says nothing of what the head computes
+                continue
+            raise CheckpointError(f"{where}: key {name!r} is missing; a {FORMAT} says all that it computes")
         allowed = _JSON_TYPES.get(str(f.type))
         if allowed is not None and not _is_one_of(values[name], allowed):
             raise CheckpointError(f"{where}: {name}={values[name]!r}: must be {f.type}")
