@@ -62,6 +62,21 @@ def test_known_prompts_do_not_come_again(engine: Engine) -> None:
     assert take(engine, 1, first, [text])[0] == second
 
 
+def test_attempts_in_vain_come_to_an_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pilotfish.training.prompts._MOST_IN_VAIN", 20)
+    message = "the last 20 attempts brought no new prompt: {} were among the {} that there are, {} were empty or not"
+    with pytest.raises(ConfigError, match="max_tokens=1: " + message.format(0, 0, 20)):
+        take(engine, 1, options=replace(OPTIONS, max_tokens=1))
+    (first, _), (second, text) = take(engine, 2)
+    params = PromptOptions.params
+    # As if the temperature were so low that every attempt from the second prompt on gives that one again.
+    monkeypatch.setattr(PromptOptions, "params", lambda self, attempt: params(self, min(attempt, second)))
+    assert take(engine, 1, second)[0] == (second, text)
+    with pytest.raises(ConfigError, match=message.format(20, 2, 0)):
+        take(engine, 3, first)
+    assert not engine.has_unfinished
+
+
 def test_prompts_of_a_kind_begin_alike(engine: Engine) -> None:
     texts = [text for _, text in take(engine, 3, options=replace(OPTIONS, begin="hello 123"))]
     assert all(text.startswith("hello 123") and len(text) > len("hello 123") for text in texts)

@@ -19,6 +19,9 @@ __all__ = ["PromptOptions", "user_prefix", "write_prompts"]
 _MARK = "\u2980pilotfish\u2980"
 """Stands for the user's words in the template: nothing that a template could hold itself."""
 
+_MOST_IN_VAIN = 1000
+"""Attempts in a row that may bring nothing new."""
+
 _QUEUED = 2
 """Requests waiting for each row that runs."""
 
@@ -72,7 +75,9 @@ def user_prefix(tokenizer: Tokenizer) -> list[int]:
 def write_prompts(
     engine: Engine, options: PromptOptions, first_attempt: int = 0, known: Iterable[str] = ()
 ) -> Generator[tuple[int, str]]:
-    """Prompts without end, in the order of their attempts, each different from those before it and from ``known``.
+    """Prompts, in the order of their attempts, each different from those before it and from ``known``.
+
+    There is no end of them, as long as one of the next 1,000 attempts brings one.
 
     Args:
         engine: of the target.
@@ -84,12 +89,13 @@ def write_prompts(
         The number of the attempt, and the prompt.
 
     Raises:
-        ConfigError: see :func:`user_prefix`.
+        ConfigError: see :func:`user_prefix`; or attempts have become vain.
     """
     tokenizer = engine.tokenizer
     prefix = [*user_prefix(tokenizer), *tokenizer.encode(options.begin, add_special_tokens=False)]
     seen = set(known)
     done: dict[int, str] = {}
+    in_vain = num_unfinished = 0
     next_attempt = first_out = first_attempt
     try:
         while True:
@@ -107,8 +113,22 @@ def write_prompts(
                 text = done.pop(first_out)
                 if text and text not in seen:
                     seen.add(text)
+                    in_vain = num_unfinished = 0
                     yield first_out, text
+                else:
+                    in_vain += 1
+                    num_unfinished += not text
+                    if in_vain == _MOST_IN_VAIN:
+                        raise _in_vain(options, len(seen), num_unfinished)
                 first_out += 1
     finally:
         for attempt in range(first_out, next_attempt):
             engine.abort(f"prompt-{attempt}")
+
+
+def _in_vain(options: PromptOptions, num_known: int, num_unfinished: int) -> ConfigError:
+    return ConfigError(
+        f"temperature={options.temperature}, top_p={options.top_p}, max_tokens={options.max_tokens}: the last "
+        f"{_MOST_IN_VAIN} attempts brought no new prompt: {_MOST_IN_VAIN - num_unfinished} were among the {num_known} "
+        f"that there are, {num_unfinished} were empty or not at their end by max_tokens. Raise what is low"
+    )
