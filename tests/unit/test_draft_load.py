@@ -99,11 +99,11 @@ def target(source: Path, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ({**{t: i for t, i in TOKENS.items() if i != 7}, "other": 7}, "token 7 is 'other' there and 't7' here"),
-        (TOKENS | {"t7": 100, "t100": 7}, "token 7 is 't100' there and 't7' here"),
-        ({t: i for t, i in TOKENS.items() if i < NUM_TOKENS - 1}, "token 189 is None there and 't189' here"),
-        (TOKENS | {"more": NUM_TOKENS}, "token 190 is 'more' there and None here"),
-        ({t: i for t, i in TOKENS.items() if i not in (7, 9)}, "token 7 is None there and 't7' here"),
+        ({**{t: i for t, i in TOKENS.items() if i != 7}, "other": 7}, "token 7 is 'other' in the draft's and 't7' in"),
+        (TOKENS | {"t7": 100, "t100": 7}, "token 7 is 't100' in the draft's and 't7' in the target's"),
+        ({t: i for t, i in TOKENS.items() if i < NUM_TOKENS - 1}, "token 189 is missing in the draft's and"),
+        (TOKENS | {"more": NUM_TOKENS}, "token 190 is 'more' in the draft's and missing in the target's"),
+        ({t: i for t, i in TOKENS.items() if i not in (7, 9)}, "token 7 is missing in the draft's and 't7' in"),
     ],
     ids=["another", "swapped", "one less", "one more", "a gap"],
 )

@@ -1,4 +1,4 @@
-"""The draft vocabulary of a draft LLM: the ids that it may propose, in a file beside its weights.
+"""Draft vocabularies: what their ids must be, and the file beside a draft LLM's weights that has them.
 
 Other engines do not read it and draft with the whole vocabulary, of which the rest was not trained.
 """
@@ -15,10 +15,15 @@ from torch import Tensor
 
 from pilotfish.errors import CheckpointError
 
-__all__ = ["DRAFT_VOCAB_FILE", "read_draft_vocab", "write_draft_vocab"]
+__all__ = ["DRAFT_VOCAB_FILE", "are_draft_ids", "read_draft_vocab", "write_draft_vocab"]
 
 DRAFT_VOCAB_FILE = "draft_vocab.json"
 """A list of ids, ascending."""
+
+
+def are_draft_ids(ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether there is one at least, all are of the target's ``vocab_size`` tokens, and they ascend."""
+    return len(ids) > 0 and ids[0] >= 0 and ids[-1] < vocab_size and all(a < b for a, b in pairwise(ids))
 
 
 def read_draft_vocab(folder: Path, vocab_size: int) -> Tensor | None:
@@ -34,8 +39,7 @@ def read_draft_vocab(folder: Path, vocab_size: int) -> Tensor | None:
         ids = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    is_list = isinstance(ids, list) and len(ids) > 0 and all(type(i) is int and 0 <= i < vocab_size for i in ids)
-    if not is_list or any(a >= b for a, b in pairwise(ids)):
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids) or not are_draft_ids(ids, vocab_size):
         raise CheckpointError(f"{file}: must be a list of different token ids from 0 to {vocab_size - 1}, ascending")
     return torch.tensor(ids, dtype=torch.int64)
 

@@ -80,10 +80,14 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, name: str) -> int
         b = theirs[token_id] if token_id < len(theirs) else None
         if a != b:
             raise ConfigError(
-                f"The draft {name} has another vocabulary than the target: token {token_id} is {b!r} there and {a!r} "
-                "here. A draft must have the target's own tokenizer."
+                f"The draft {name} has another vocabulary than the target: token {token_id} is {_shown(b)} in the "
+                f"draft's and {_shown(a)} in the target's. A draft must have the target's own tokenizer."
             )
     return len(ours)
+
+
+def _shown(token: str | None) -> str:
+    return "missing" if token is None else repr(token)
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pilotfish.errors import ConfigError
+from pilotfish.models.draft_vocab import are_draft_ids
 from pilotfish.models.heads.config import HeadConfig
 from pilotfish.models.layers import rope_table
 from pilotfish.ops import Linear, Ops
@@ -98,7 +99,7 @@ def check_token_ids(token_ids: Tensor | None, draft_vocab_size: int, vocab_size:
             raise ConfigError(f"draft_vocab_size={d} of {v} tokens, but no list says which (token_ids, or d2t)")
         return None
     ids = token_ids.to(torch.int64)
-    if ids.shape != (d,) or int(ids[0]) < 0 or int(ids[-1]) >= v or not bool((ids.diff() > 0).all()):
+    if ids.shape != (d,) or not are_draft_ids(ids.tolist(), v):
         raise ConfigError(f"token_ids of shape {list(ids.shape)}: must be {d} ascending ids from 0 to {v - 1}")
     return None if d == v else ids
 
