@@ -304,7 +304,8 @@ class CaptureReader:
     def place(self, index: int) -> str:
         """Where a sample is from, for messages."""
         shard, start, _ = self._places[index]
-        return f"{self._states[shard]['hidden'].file}: the sample at its token {start} (line {int(self.rows[index]) + 1} of the data)"
+        file, line = self._states[shard]["hidden"].file, int(self.rows[index]) + 1
+        return f"{file}: the sample at its token {start} (line {line} of the data)"
 
     def __getitem__(self, index: int) -> Sample:
         shard, start, end = self._places[index]
