@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +87,21 @@ def seconds(call: Callable[[], object]) -> float:
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """``--json [OUT]``, for :func:`write_figures`."""
+    parser.add_argument("--json", nargs="?", const="-", default=None, metavar="OUT", help="also JSON: to OUT or stdout")
+
+
+def write_figures(title: str, args: argparse.Namespace, **figures: Any) -> None:
+    """The figures with the machine and the settings that they are of, where ``--json`` says; nowhere without it."""
+    if args.json is None:
+        return
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "log")}
+    content = {"benchmark": title, "machine": machine_facts(), "settings": settings, **figures}
+    text = json.dumps(content, indent=2) + "\n"
+    sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text)
 
 
 def report(title: str, rows: Sequence[dict[str, Any]], facts: dict[str, Any], as_json: bool) -> None:

@@ -36,13 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from abuse_bodies import Bodies
+from common import add_json_option, write_figures
 from rich.console import Console
 from rich.table import Table
-from server_checks import Check, checks_of, table_of
+from server_checks import Check, as_dicts, checks_of, table_of
 from server_process import Reply, ServerProcess, leave, post, read_slowly, request_bytes, serving
 from soak_requests import CHAT, COMPLETIONS, WrongAnswer, joined, texts_of
-
-from pilotfish.bench.results import machine_facts
 
 _NORMAL: dict[str, Any] = {"messages": [{"role": "user", "content": "Name three fish."}], "temperature": 0}
 _LONG_BODY = 10_000_000
@@ -226,16 +225,8 @@ def main() -> int:
     ]
     print_groups(groups, console)
     console.print(table_of(checks))
-    if args.json is not None:
-        content = {
-            "benchmark": "server abuse", "machine": machine_facts(),
-            "settings": {key: value for key, value in vars(args).items() if key != "json"},
-            "groups": [{"group": group.name, "statuses": dict(group.statuses), "problems": group.problems}
-                       for group in groups],
-            "checks": [{"check": text, "found": found, "passed": passed} for text, found, passed in checks],
-        }  # fmt: skip
-        out = json.dumps(content, indent=2) + "\n"
-        sys.stdout.write(out) if args.json == "-" else Path(args.json).write_text(out)
+    figures = [{"group": g.name, "statuses": dict(g.statuses), "problems": g.problems} for g in groups]
+    write_figures("server abuse", args, groups=figures, checks=as_dicts(checks))
     return 0 if all(passed for *_, passed in checks) else 1
 
 
@@ -247,7 +238,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--scheme", default="auto")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0, help="of what is sent")
-    parser.add_argument("--json", nargs="?", const="-", default=None, metavar="OUT", help="also JSON: to OUT or stdout")
+    add_json_option(parser)
     return parser.parse_args()
 
 

@@ -47,6 +47,11 @@ def checks_of(
     ]
 
 
+def as_dicts(checks: Sequence[Check]) -> list[dict[str, Any]]:
+    """The checks for JSON."""
+    return [{"check": text, "found": found, "passed": passed} for text, found, passed in checks]
+
+
 def table_of(checks: Sequence[Check]) -> Table:
     """The checks for people."""
     table = Table(title="what must be true")

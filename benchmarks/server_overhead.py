@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import shlex
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import median
+from common import add_json_option, median, write_figures
 from rich.console import Console
 from rich.table import Table
 from server_process import Reply, ServerProcess, post, serving
@@ -111,13 +110,7 @@ def main() -> int:
         )
         results = [throughput(llm, server, args, console), latency(llm, server, args, console)]
     print_table(results, console)
-    if args.json is not None:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        content = {
-            "benchmark": "server overhead", "machine": machine_facts(), "settings": settings, "results": results
-        }  # fmt: skip
-        text = json.dumps(content, indent=2) + "\n"
-        sys.stdout.write(text) if args.json == "-" else Path(args.json).write_text(text)
+    write_figures("server overhead", args, results=results)
     return 0 if all(result["passed"] for result in results) else 1
 
 
@@ -133,7 +126,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kv-cache-memory", default="512M", help="of each side")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--url", default=None, help="a server that runs already")
-    parser.add_argument("--json", nargs="?", const="-", default=None, metavar="OUT", help="also JSON: to OUT or stdout")
+    add_json_option(parser)
     return parser.parse_args()
 
 

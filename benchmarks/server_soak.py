@@ -32,14 +32,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import median
+from common import add_json_option, median, write_figures
 from rich.console import Console
 from rich.table import Table
-from server_checks import Check, checks_of, table_of
+from server_checks import Check, as_dicts, checks_of, table_of
 from server_process import Reply, ServerProcess, leave, post, read_slowly, request_bytes, serving
 from soak_requests import Call, Requests, WrongAnswer, joined, texts_of
-
-from pilotfish.bench.results import machine_facts
 
 WARM_UP = 0.2
 
@@ -234,16 +232,14 @@ def main() -> int:
         args.log.write_text(text)
     checks = verdicts(state, metrics, health, text)
     print_tables(state, checks, console)
-    if args.json is not None:
-        settings = {key: value for key, value in vars(args).items() if key not in ("json", "log")}
-        content = {
-            "benchmark": "server soak", "machine": machine_facts(), "settings": settings,
-            "requests": {kind: asdict(tally) for kind, tally in state.tallies.items()},
-            "checks": [{"check": text, "found": found, "passed": passed} for text, found, passed in checks],
-            "problems": state.problems, "samples": [asdict(sample) for sample in state.samples],
-        }  # fmt: skip
-        out = json.dumps(content, indent=2) + "\n"
-        sys.stdout.write(out) if args.json == "-" else Path(args.json).write_text(out)
+    write_figures(
+        "server soak",
+        args,
+        requests={kind: asdict(tally) for kind, tally in state.tallies.items()},
+        checks=as_dicts(checks),
+        problems=state.problems,
+        samples=[asdict(sample) for sample in state.samples],
+    )
     return 0 if all(passed for *_, passed in checks) else 1
 
 
@@ -258,7 +254,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kv-cache-memory", default="32M", help="small enough that sequences lose their pages")
     parser.add_argument("--seed", type=int, default=0, help="of the load")
     parser.add_argument("--log", type=Path, default=None, help="keep the server's log in this file")
-    parser.add_argument("--json", nargs="?", const="-", default=None, metavar="OUT", help="also JSON: to OUT or stdout")
+    add_json_option(parser)
     return parser.parse_args()
 
 
