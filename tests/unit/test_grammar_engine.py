@@ -22,6 +22,8 @@ from pilotfish import LLM
 from pilotfish.engine.engine import Engine
 from pilotfish.errors import RequestError
 from pilotfish.grammar import GrammarCompiler
+from pilotfish.grammar import matcher as matcher_module
+from pilotfish.grammar.matcher import GrammarTime
 from pilotfish.ops.reference import TorchOps
 from pilotfish.sampling import LogitsRow, SamplerState, process_logits, sample, softmax_probs
 from pilotfish.speculation import DraftRow, Proposal
@@ -406,6 +408,52 @@ def test_a_limit_that_only_a_rejected_draft_meets_is_not_met() -> None:
         limited.add_request("one", PROMPTS[0], params)
         _limit(limited._requests["one"].completions[0].sampler.constraint, 6)
         assert summary(run(limited)["one"]) == summary(expected)
+
+
+@pytest.mark.parametrize("num_kept", range(5))
+def test_behind_a_rejected_draft_that_met_a_limit_all_is_as_before(num_kept: int) -> None:
+    """Also where the draft that met it is the first one rejected."""
+    grammar = GrammarCompiler(TOKENIZER, VOCAB_SIZE, (EOS,)).compile(StructuredOutputs(regex="[abcx]{12}"))
+    matcher, plain, (a, b) = grammar.matcher(), grammar.matcher(), (TOKENIZER.encode(text)[0] for text in "ab")
+    _limit(matcher, 4)
+    matcher.allowed([a] * 5)
+    assert matcher.num_allowed([a] * 5) == 4, "the limit is met behind the fourth"
+    for token in [a] * min(num_kept, 3) + [b] * (num_kept < 4):
+        matcher.commit(token)
+        plain.commit(token)
+        assert matcher.error is None
+        if len(matcher._committed) < 4:
+            assert (matcher.allowed() == plain.allowed()).all()
+
+
+def test_a_grammar_that_takes_too_long_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen completions share the time that one has: others wait once, and not for each of them."""
+    monkeypatch.setattr(matcher_module, "_TIME_AT_ONCE", 0.001)
+    monkeypatch.setattr(matcher_module, "_TIME_PER_TOKEN", 0.0)
+    asked = StructuredOutputs(grammar='start: s\ns: "a" | s s | s s s')
+    ambiguous = wanted(structured_outputs=asked, n=16, max_tokens=40, ignore_eos=True)
+    mixed = engine("near", max_num_batched_tokens=40)
+    mixed.add_request("slow", PROMPTS[0], ambiguous)
+    mixed.add_request("other", PROMPTS[1], wanted())
+    outputs = run(mixed)
+    error = outputs["slow"].error
+    assert isinstance(error, RequestError) and error.param == "structured_outputs"
+    assert "it took more than 0.001 s, and 0 ms for each token" in str(error)
+    assert outputs["other"].error is None
+    assert summary(outputs["other"]) == summary(one(engine(None), PROMPTS[1], wanted()))
+    assert mixed.pool.num_free == mixed.pool.num_pages and not mixed.has_unfinished
+
+
+def test_time_is_earned_with_each_token_up_to_what_it_was_at_first() -> None:
+    now = 0.0
+    time = GrammarTime(lambda: now)
+    for _ in range(3):
+        time.earn()
+    with time:
+        now += 1.009
+    assert time.is_used_up, "unused time is not saved"
+    time.earn()
+    assert not time.is_used_up
 
 
 def test_what_cannot_be_compiled_changes_nothing() -> None:

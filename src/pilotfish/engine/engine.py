@@ -15,11 +15,11 @@ from pilotfish.config import EngineConfig
 from pilotfish.engine.request import Completion, Request, checked_prompt
 from pilotfish.engine.scheduler import Row, ScheduledRow, Scheduler
 from pilotfish.errors import RequestError
-from pilotfish.grammar import Grammar, GrammarCompiler
+from pilotfish.grammar import GrammarCompiler, GrammarMatcher
 from pilotfish.kv import PagePool
 from pilotfish.models import ModelConfig
 from pilotfish.runner import Runner, Segment
-from pilotfish.sampling import SamplerState
+from pilotfish.sampling import Constraint, SamplerState
 from pilotfish.speculation import Candidate, CommittedRow, DraftRow, Outcome, Proposal, Proposer, verify
 from pilotfish.text import Detokenizer, StopStringMatcher, Tokenizer
 from pilotfish.types import (
@@ -156,7 +156,12 @@ class Engine:
         output = RequestOutput(request_id, prompt, prompt_ids, outputs=[], stats=stats)
         request = Request(params, output)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
-        request.completions = [self._make_completion(request, seed, index, grammar) for index in range(params.n)]
+        constraints: Sequence[GrammarMatcher | None] = [None] * params.n
+        if grammar is not None:
+            constraints = grammar.matchers(params.n, params.stop_token_ids or (), ignore_eos=params.ignore_eos)
+        request.completions = [
+            self._make_completion(request, seed, index, constraint) for index, constraint in enumerate(constraints)
+        ]
         output.outputs = [completion.output for completion in request.completions]
         self._requests[request_id] = request
         self._completions.update((completion.row, completion) for completion in request.completions)
@@ -306,16 +311,13 @@ class Engine:
             stats.num_steps += 1
             stats.token_times.extend([now] * taken)
 
-    def _make_completion(self, request: Request, seed: int, index: int, grammar: Grammar | None) -> Completion:
+    def _make_completion(self, request: Request, seed: int, index: int, constraint: Constraint | None) -> Completion:
         params, prompt_ids = request.params, request.output.prompt_token_ids
         row = Row(self._num_arrivals, list(prompt_ids), len(prompt_ids))
         self._num_arrivals += 1
         eos = frozenset(self.model_config.eos_token_ids)
         stop = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos)
         room = self.max_model_len - len(prompt_ids)
-        constraint = None
-        if grammar is not None:
-            constraint = grammar.matcher(params.stop_token_ids or (), ignore_eos=params.ignore_eos)
         return Completion(
             request=request,
             row=row,

@@ -11,7 +11,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pilotfish.errors import RequestError
-from pilotfish.grammar.matcher import GrammarMatcher
+from pilotfish.grammar.matcher import GrammarMatcher, GrammarTime
 from pilotfish.grammar.source import grammar_text
 from pilotfish.grammar.vocabulary import TokenizerSource, build_vocabulary
 from pilotfish.types import StructuredOutputs
@@ -38,8 +38,12 @@ _FIELD = "structured_outputs"
 
 
 def _limits() -> LLParserLimits:
-    """The library's defaults but for memory: a state takes 1 to 2 kB, and there may be as many in each completion."""
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    """The library's defaults but for memory and time.
+
+    A state of the lexer takes 1 to 2 kB, and there may be as many in each completion. An item of the parser takes 10 to
+    20 microseconds where there are many, and a mask is not interrupted before it has so many.
+    """
+    return LLParserLimits(max_lexer_states=50_000, step_max_items=10_000, verbose_errors=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,19 @@ class Grammar:
     vocab_size: int
     eos_token_ids: frozenset[int]
 
+    def matchers(
+        self, count: int, stop_token_ids: Collection[int] = (), *, ignore_eos: bool = False
+    ) -> list[GrammarMatcher]:
+        """The grammar for each of a request's completions, which share its time: see :class:`GrammarMatcher`."""
+        stop, cpu_time = frozenset(stop_token_ids), GrammarTime()
+        return [
+            GrammarMatcher(self.start, self.vocab_size, self.eos_token_ids, stop, ignore_eos, cpu_time)
+            for _ in range(count)
+        ]
+
     def matcher(self, stop_token_ids: Collection[int] = (), *, ignore_eos: bool = False) -> GrammarMatcher:
-        """The grammar for one completion: see :class:`GrammarMatcher`."""
-        return GrammarMatcher(
-            self.start, self.vocab_size, self.eos_token_ids, frozenset(stop_token_ids), ignore_eos=ignore_eos
-        )
+        """The grammar for one completion."""
+        return self.matchers(1, stop_token_ids, ignore_eos=ignore_eos)[0]
 
 
 class GrammarCompiler:

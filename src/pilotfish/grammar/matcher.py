@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-__all__ = ["GrammarMatcher"]
+__all__ = ["GrammarMatcher", "GrammarTime"]
 
 Mask = NDArray[np.bool_]
 
 _MAX_REASON = 300
+
+_TIME_AT_ONCE = 1.0
+_TIME_PER_TOKEN = 0.01
+"""CPU seconds. A mask takes a ten-thousandth to a thousandth."""
+
+_TOO_SLOW = (
+    "it took more than {:g} s, and {:g} ms for each token, to say which tokens may come next; where a text can be read "
+    "in many ways, each of them costs time"
+)
+
+
+class GrammarTime:
+    """What the matchers of one request may take of the host: a second of CPU time, and ten milliseconds a token.
+
+    All requests wait for the masks of one, and a small grammar can be so ambiguous that each takes as long as a hundred
+    steps. Use it as a context around the library's work.
+
+    Args:
+        clock: CPU seconds of the calling thread.
+    """
+
+    __slots__ = ("_began", "_clock", "_left")
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._left = _TIME_AT_ONCE
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._left -= self._clock() - self._began
+
+    def earn(self) -> None:
+        """A token was committed."""
+        self._left = min(self._left + _TIME_PER_TOKEN, _TIME_AT_ONCE)
+
+    @property
+    def is_used_up(self) -> bool:
+        return self._left < 0.0
 
 
 class GrammarMatcher:
@@ -31,10 +73,12 @@ class GrammarMatcher:
         eos_token_ids: at least one, all below V.
         stop_token_ids: end the output as EOS does, where the grammar is complete and does not itself go on with them.
         ignore_eos: EOS ends the output only where the grammar allows no other token.
+        cpu_time: shared with the request's other matchers; None: as much as it takes.
 
     Attributes:
         error: why a token was chosen that the grammar does not allow: it could not be followed to there, for a limit of
-            the parser's or a dead end. EOS is allowed there for want of anything else. None: all is well.
+            the parser's, for the time that it took, or for a dead end. EOS is allowed there for want of anything else.
+            None: all is well.
     """
 
     __slots__ = (
@@ -51,6 +95,7 @@ class GrammarMatcher:
         "_path",
         "_start",
         "_stop",
+        "_time",
         "_vocab_size",
         "error",
     )
@@ -62,6 +107,7 @@ class GrammarMatcher:
         eos_token_ids: frozenset[int],
         stop_token_ids: frozenset[int] = frozenset(),
         ignore_eos: bool = False,
+        cpu_time: GrammarTime | None = None,
     ) -> None:
         self.error: str | None = None
         self._start = start
@@ -70,6 +116,7 @@ class GrammarMatcher:
         self._eos_list = sorted(eos_token_ids)
         self._stop = stop_token_ids - eos_token_ids
         self._ignore_eos = ignore_eos
+        self._time = cpu_time or GrammarTime(lambda: 0.0)
         self._matcher = start.deep_copy()
         self._committed: list[int] = []
         self._ended = False
@@ -116,6 +163,7 @@ class GrammarMatcher:
         self._ended = self._ended or ends or self.error is not None
         self._consumed = max(self._consumed - 1, 0)
         self._committed.append(token)
+        self._time.earn()
         del self._path[0], self._masks[0], self._ends[0]
 
     def _follow(self, drafts: Sequence[int]) -> None:
@@ -134,7 +182,8 @@ class GrammarMatcher:
             # The library's matcher never leaves an error; but plain decoding would not have met this one.
             self._broken = None
             self._matcher = self._start.deep_copy()
-            self._matcher.consume_tokens([*self._committed, *self._path])
+            with self._time:
+                self._matcher.consume_tokens([*self._committed, *self._path])
         elif self._consumed > num_drafts:
             self._matcher.rollback(self._consumed - num_drafts)
         self._consumed = min(self._consumed, num_drafts)
@@ -143,10 +192,12 @@ class GrammarMatcher:
         position = len(self._path)
         goes_on = bool(self._mask(position)[token]) and token not in self._ends[position]
         if goes_on and self._at_matcher(position):
-            if self._matcher.consume_token(token):
+            with self._time:
+                is_taken = self._matcher.consume_token(token)
+            if is_taken:
                 self._consumed += 1
             else:
-                self._break(position + 1)
+                self._break(position + 1, self._matcher.get_error())
         self._path.append(token)
 
     def _at_matcher(self, position: int) -> bool:
@@ -161,7 +212,11 @@ class GrammarMatcher:
         return self._masks[position]
 
     def _compute(self) -> tuple[Mask, frozenset[int]]:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._time.is_used_up:
+            self._break(self._consumed, _TOO_SLOW.format(_TIME_AT_ONCE, 1000 * _TIME_PER_TOKEN))
+            return self._only_eos()
+        with self._time:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         mask[self._eos_list] = False
         ends: frozenset[int] = frozenset()
@@ -171,7 +226,7 @@ class GrammarMatcher:
                 ends -= self._eos
             mask[list(ends)] = True
         if self._matcher.is_error() or not mask.any():
-            self._break(self._consumed)
+            self._break(self._consumed, self._matcher.get_error())
             return self._only_eos()
         return mask, ends
 
@@ -180,6 +235,6 @@ class GrammarMatcher:
         mask[self._eos_list] = True
         return mask, self._eos
 
-    def _break(self, position: int) -> None:
-        reason = " ".join(self._matcher.get_error().replace("<non-verbose/>", "").split())
+    def _break(self, position: int, error: str) -> None:
+        reason = " ".join(error.replace("<non-verbose/>", "").split())
         self._broken = (position, reason[:_MAX_REASON] or "no token of this model goes on from here")
