@@ -94,9 +94,10 @@ class Answer:
 
     def step(self, index: int, delta: Delta) -> str:
         """The choice of a chunk with text."""
-        text, logprobs = _dumps(delta.text), self.logprobs_of(delta)
+        text = _dumps(delta.text)
         content = f'"delta": {{"content": {text}}}' if self.kind == "chat" else f'"text": {text}'
-        return f'{{"index": {index}, {content}, "logprobs": {_dumps(logprobs)}, "finish_reason": null}}'
+        logprobs = "null" if delta.logprobs is None else _dumps(self.logprobs_of(delta))
+        return f'{{"index": {index}, {content}, "logprobs": {logprobs}, "finish_reason": null}}'
 
     def last(self, index: int, delta: Delta) -> str:
         """The choice of the chunk that ends a choice."""
