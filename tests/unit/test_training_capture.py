@@ -61,13 +61,15 @@ def by_row(reader: CaptureReader) -> dict[int, Any]:
     return {sample.row: sample for sample in (reader[i] for i in range(len(reader)))}
 
 
-def test_answers_are_those_that_the_engine_gives(model: str, data: Path, tmp_path: Path) -> None:
-    samples = by_row(capture(model, data, tmp_path / "out"))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_are_those_that_the_engine_gives(model: str, data: Path, tmp_path: Path, temperature: float) -> None:
+    options = replace(OPTIONS, temperature=temperature, seed=7)
+    samples = by_row(capture(model, data, tmp_path / "out", options))
     assert sorted(samples) == list(range(len(QUESTIONS)))
     engine = load_engine(model, CONFIG)
     for row, text in enumerate(QUESTIONS):
         prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": text}])
-        engine.add_request("r", prompt, SamplingParams(max_tokens=6, temperature=0.0))
+        engine.add_request("r", prompt, SamplingParams(max_tokens=6, temperature=temperature, seed=7 + row))
         while engine.has_unfinished:
             outputs = engine.step()
         answer = outputs[0].outputs[0].token_ids
@@ -145,6 +147,22 @@ def test_layers_that_the_target_has_not_are_refused(
         capture(model, data, tmp_path / "out", replace(OPTIONS, aux_layers=layers))
 
 
+def test_options_that_cannot_work_leave_no_folder(model: str, data: Path, tmp_path: Path) -> None:
+    for wrong, message in (
+        ({"temperature": -1.0}, "temperature=-1.0: must be"),
+        ({"aux_layers": (1, 1)}, "aux_layers=1,1: must be different"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            capture(model, data, tmp_path / "out", replace(OPTIONS, **wrong))  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_other_things_is_refused(model: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not empty and holds no capture"):
+        capture(model, data, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [data.name]
+
+
 def test_another_capture_in_the_folder_is_refused(model: str, data: Path, tmp_path: Path) -> None:
     capture(model, data, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"holds a capture with sampling=.*'max_tokens': 6.*'max_tokens': 5"):
@@ -169,7 +187,7 @@ def test_given_answers_are_what_is_learnt(model: str, tmp_path: Path) -> None:
     samples = by_row(capture(model, data, tmp_path / "out", replace(OPTIONS, keep_answers=True)))
     tokenizer = resolve_model(model).load_tokenizer()
     learnt = tokenizer.decode(samples[0].token_ids[samples[0].loss_mask == 1].tolist(), skip_special_tokens=False)
-    assert learnt == "hello!<|im_end|>\n1234<|im_end|>\n"
+    assert learnt == "hello!<|im_end|>1234<|im_end|>", "not the newline behind it, which the template writes"
     assert samples[1].loss_mask.tolist() == [0, *[1] * (len(samples[1].token_ids) - 1)]
     assert samples[1].hidden[-1].any()  # given tokens are all computed
 

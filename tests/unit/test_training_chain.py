@@ -233,6 +233,8 @@ def test_gradients_of_a_whole_step_are_those_of_the_plain_computation(name: str,
     total, losses = trainer.teach(parameters, batch)
     total.backward()  # type: ignore[no-untyped-call]
     assert [loss.num_rows for loss in losses] == [11, 9, 7]
+    weighed = sum(0.7**k * float(loss.loss.detach()) for k, loss in enumerate(losses))
+    assert float(total.detach()) == pytest.approx(weighed)
 
     def loss_at(moved: Mapping[str, Tensor]) -> float:
         with torch.no_grad():

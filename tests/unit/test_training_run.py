@@ -200,6 +200,11 @@ def test_a_run_is_resumed_with_its_own_options_only(target: Path, capture: Path,
         _train(target, capture, tmp_path / "none", _options(), resume=True)
 
 
+def test_a_head_is_not_written_into_a_capture(target: Path, capture: Path) -> None:
+    with pytest.raises(ConfigError, match="holds a capture"):
+        _train(target, capture, capture, _options(), overwrite=True)
+
+
 @pytest.mark.parametrize("left", ["log.jsonl", "training.pt", "model.safetensors"])
 def test_what_a_folder_holds_is_replaced_only_if_that_is_said(
     left: str, target: Path, capture: Path, tmp_path: Path

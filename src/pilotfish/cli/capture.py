@@ -62,6 +62,8 @@ def run_capture(model: str, data: Path, out: Path, command: CaptureCommand) -> b
         ConfigError: options, prompts or a folder that cannot work.
         CheckpointError: the model cannot be loaded.
     """
+    if command.show < 0:
+        raise ConfigError(f"show={command.show}: must be at least 0")
     config = throughput_config(command.dtype, command.threads, command.max_num_seqs)
     err = Console(stderr=True, highlight=False)
     with loading_progress(f"reading {model}"):
@@ -81,7 +83,7 @@ def run_capture(model: str, data: Path, out: Path, command: CaptureCommand) -> b
     tokens, size = capture.size_estimate()
     err.print(
         f"{len(capture.prompts):,} prompts ({capture.num_done:,} done before); at most {tokens:,} tokens and "
-        f"{size / 1e9:.1f} GB in {out}"
+        f"{size / 1e6:,.0f} MB in {out}"
     )
     if capture.loaded.num_too_long:
         err.print(

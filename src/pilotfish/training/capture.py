@@ -27,7 +27,7 @@ from pilotfish.runner import Runner
 from pilotfish.speculation import CommittedRow, DraftRow, Proposal, Scheme
 from pilotfish.text import Tokenizer
 from pilotfish.training.folder import check_folder
-from pilotfish.training.store import CaptureReader, CaptureWriter, Manifest, Sample
+from pilotfish.training.store import CaptureReader, CaptureWriter, Manifest, Sample, is_capture
 from pilotfish.types import RequestOutput, SamplingParams
 
 __all__ = ["Capture", "CaptureOptions", "CapturePrompt", "LoadedPrompts", "StateKeeper", "load_prompts"]
@@ -66,6 +66,18 @@ class CaptureOptions:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"limit={self.limit}: must be at least 1, or left out for all prompts")
+        if len(set(self.aux_layers)) < len(self.aux_layers):
+            raise ConfigError(f"aux_layers={','.join(map(str, self.aux_layers))}: must be different layers")
+        try:
+            self.params(0, self.max_tokens)
+        except RequestError as error:  # now, and not when the folder holds a capture with these options
+            raise ConfigError(str(error)) from None
+
+    def params(self, row: int, room: int) -> SamplingParams:
+        """How the answer to line ``row`` of the data is chosen, of at most ``room`` tokens."""
+        if self.keep_answers:
+            return SamplingParams(max_tokens=1)
+        return SamplingParams(temperature=self.temperature, max_tokens=min(self.max_tokens, room), seed=self.seed + row)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -163,7 +175,10 @@ def _tokenize(
 
 
 def _tokenize_answers(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """A conversation with its assistant's turns marked: each is what the template adds after the prompt before it."""
+    """A conversation with its assistant's turns marked: each is what the template adds after the prompt before it.
+
+    It ends with its EOS token: what templates write behind it, such as a newline, the target never generates.
+    """
     token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
     mask = [0] * len(token_ids)
     for i, message in enumerate(messages):
@@ -171,7 +186,9 @@ def _tokenize_answers(messages: Sequence[Message], tokenizer: Tokenizer) -> tupl
             continue
         start = len(tokenizer.apply_chat_template(messages[:i]))
         end = len(tokenizer.apply_chat_template(messages[: i + 1], add_generation_prompt=False))
-        mask[start:end] = [1] * (min(end, len(mask)) - start)
+        turn = token_ids[start:end]
+        length = next((j + 1 for j, token in enumerate(turn) if token in tokenizer.eos_token_ids), len(turn))
+        mask[start : start + length] = [1] * length
     return token_ids, mask
 
 
@@ -247,6 +264,8 @@ class Capture:
         progress: Progress | None = None,
     ) -> None:
         check_folder(folder)
+        if folder.is_dir() and any(folder.iterdir()) and not is_capture(folder):
+            raise ConfigError(f"out={str(folder)!r}: is not empty and holds no capture to go on with. Choose another")
         self.options = options
         checkpoint = resolve_model(model, dtype=config.dtype, progress=progress)
         stamp = target_stamp(checkpoint)
@@ -329,7 +348,8 @@ class Capture:
         while True:
             for prompt in waiting:
                 running[str(prompt.row)] = prompt
-                engine.add_request(str(prompt.row), prompt.token_ids, self._params(prompt, engine.max_model_len))
+                params = self.options.params(prompt.row, engine.max_model_len - len(prompt.token_ids))
+                engine.add_request(str(prompt.row), prompt.token_ids, params)
                 if len(running) >= _QUEUED * engine.config.max_num_seqs:
                     break
             if not running:
@@ -337,16 +357,6 @@ class Capture:
             for output in engine.step():
                 if output.finished:
                     yield self._sample(running.pop(output.request_id), output)
-
-    def _params(self, prompt: CapturePrompt, max_model_len: int) -> SamplingParams:
-        options = self.options
-        if options.keep_answers:
-            return SamplingParams(max_tokens=1)
-        return SamplingParams(
-            temperature=options.temperature,
-            max_tokens=min(options.max_tokens, max_model_len - len(prompt.token_ids)),
-            seed=options.seed + prompt.row,
-        )
 
     def _sample(self, prompt: CapturePrompt, output: RequestOutput) -> Sample:
         answer = output.outputs[0].token_ids
@@ -369,7 +379,7 @@ class Capture:
 
 def _resume(folder: Path, fresh: Manifest) -> Manifest:
     """The manifest to go on with: that of the folder, if it is of the same capture."""
-    if not (folder / "manifest.json").exists():
+    if not is_capture(folder):
         fresh.save(folder)
         return fresh
     found = Manifest.load(folder)

@@ -86,7 +86,7 @@ class TrainOptions:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be above 0")
         for name in ("weight_decay", "logits_weight", "hidden_weight", "draft_vocab"):
             if getattr(self, name) is not None and not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: must not be negative")
+                raise ConfigError(f"{name}={getattr(self, name)}: must be a number of at least 0")
         if (self.kind == "draft") != (self.layers is not None):
             raise ConfigError(
                 f"kind={self.kind!r} and layers={self.layers}: a draft LLM needs its number of layers, and no other "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pilotfish.errors import CheckpointError, ConfigError
 from pilotfish.training.folder import check_folder
+from pilotfish.training.store import is_capture
 
 __all__ = ["LOG_FILE", "STATE_FILE", "Progress", "check_out", "cut_log", "forget_run", "load_state", "save_state"]
 
@@ -55,6 +56,8 @@ def check_out(out: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise ConfigError("resume=True and overwrite=True: a run is either gone on with or replaced; give one of them")
     check_folder(out)
+    if is_capture(out):
+        raise ConfigError(f"out={str(out)!r}: holds a capture. Choose another folder with --out")
     found = [name for name in _RESULTS if (out / name).exists()]
     if found and not (resume or overwrite):
         raise ConfigError(

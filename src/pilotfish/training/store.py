@@ -34,7 +34,7 @@ from torch import Tensor
 
 from pilotfish.errors import CheckpointError, ConfigError
 
-__all__ = ["CaptureReader", "CaptureWriter", "Manifest", "Sample", "ShardEntry"]
+__all__ = ["CaptureReader", "CaptureWriter", "Manifest", "Sample", "ShardEntry", "is_capture"]
 
 FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
@@ -123,6 +123,11 @@ class Manifest:
             raise CheckpointError(f"{folder}: is no capture: it has no {_MANIFEST} (see pilotfish capture)") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{file}: cannot be read as a capture's manifest: {error!r}") from error
+
+
+def is_capture(folder: Path) -> bool:
+    """Whether a capture was begun there."""
+    return (folder / _MANIFEST).exists()
 
 
 @dataclass(frozen=True, slots=True)
