@@ -62,7 +62,7 @@ std::shared_ptr<Team> make_team(int num_threads, int spin_us) {
 
 void bind_memory(nb::module_& m) {
     nb::class_<Team>(m, "Team")
-        .def(nb::new_(&make_team), "num_threads"_a, "spin_us"_a = 1000)
+        .def(nb::new_(&make_team), "num_threads"_a, "spin_us"_a = 100)
         .def_prop_ro("num_threads", &Team::num_threads);
 
     nb::class_<HugeBuffer>(m, "HugeBuffer")
