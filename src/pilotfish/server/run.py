@@ -6,6 +6,7 @@ import socket
 
 import uvicorn
 from fastapi import FastAPI
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pilotfish.errors import ConfigError
@@ -55,10 +56,45 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP, with an error object for what is none."""
+    """uvicorn's HTTP, with an error object for what is none, and deaf to offers of another protocol.
+
+    A client may offer an upgrade with any request (curl and Java do, to h2c), and a server that does not know the
+    protocol goes on as if it had not (RFC 9110, 7.8). The parser ends such a request with its head, and uvicorn then
+    loses its body (its issue 2722). Here the head is parsed again without the offer.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has come."""
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as offer:
+                if self.parser.get_method() == b"CONNECT":
+                    self.send_400_response("CONNECT is for proxies, and this is none")
+                    return
+                data = self._head_without_offer() + data[offer.args[0] :]
+                # Not the old one, which takes no more after the head of a connection's last request.
+                self.parser = HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            except HttpParserError as error:
+                self.send_400_response(str(error))
+                return
+
+    def on_headers_complete(self) -> None:
+        """Begin the request, unless its head will come again."""
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End its body, unless its head will come again."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that cannot be parsed, and close."""
+        self.logger.warning("invalid HTTP: %s", msg)
         body = bad_request(f"This is not HTTP/1.1 as it should be: {msg}", code="invalid_http").json()
         head = (
             "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
@@ -66,6 +102,12 @@ class _Protocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
 
 class Server(uvicorn.Server):
