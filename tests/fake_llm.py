@@ -15,6 +15,9 @@ class Letters(LetterTokenizer):
 
     has_chat_template = True
 
+    def for_context(self, max_model_len: int) -> Letters:
+        return self
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if not text.isascii():
             raise RequestError("letters only", "prompt")

@@ -23,6 +23,7 @@ __all__ = [
     "RequestError",
     "UnsupportedModelError",
     "cut",
+    "prompt_too_long",
     "shown",
 ]
 
@@ -70,3 +71,12 @@ def shown(value: object) -> str:
 def cut(text: str) -> str:
     """The beginning of a text that is long for a message."""
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+def prompt_too_long(length: str, max_model_len: int, param: str = "prompt") -> RequestError:
+    """A prompt that leaves no room for output, of a length in words."""
+    return RequestError(
+        f"The prompt has {length}; the context (max_model_len) is {max_model_len} tokens and must also hold the "
+        f"output, so a prompt may have at most {max_model_len - 1}. Shorten it or raise max_model_len.",
+        param,
+    )

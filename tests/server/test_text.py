@@ -68,3 +68,27 @@ def test_bytes_of_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:
 
     num_prompt = len(tokenizer.apply_chat_template([{"role": "user", "content": "x"}]))
     with_client(work, make_host(engine=script_engine(tokenizer, text, num_prompt)))
+
+
+def test_prompts_that_cannot_fit_are_refused_by_their_length(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = make_host(engine=script_engine(tokenizer, "ok", 1))
+    long = "a " * 20_000
+    bodies = {
+        "/v1/completions": [{"prompt": long}, {"prompt": ["a", long]}],
+        "/v1/chat/completions": [{"messages": [{"role": "user", "content": "a " * 200}] * 100}],
+    }
+
+    async def work(client: httpx.AsyncClient) -> None:
+        for path, some in bodies.items():
+            for body in some:
+                response = await client.post(path, json=body)
+                assert response.status_code == 400
+                error = response.json()["error"]
+                assert error["code"] == "context_length_exceeded" and error["param"] in body
+                assert "at least" in error["message"] and "max_model_len) is 256" in error["message"]
+        count = (await client.post("/tokenize", json={"prompt": long})).json()["count"]
+        assert count > 20_000  # what has no context to fit into has no such limit
+
+    with_client(work, host)

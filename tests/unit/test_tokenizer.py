@@ -169,3 +169,20 @@ def test_folders_without_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     (broken / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="broken: the tokenizer cannot be loaded"):
         Tokenizer.from_folder(broken)
+
+
+def test_texts_that_cannot_fit_are_refused_unencoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = len("<|endoftext|>")
+    limited = tokenizer.for_context(10)
+    fits = "x" * longest * 9
+    assert limited.encode(fits) == tokenizer.encode(fits)
+    chat = [{"role": "user", "content": "x" * 10}]
+    assert limited.apply_chat_template(chat) == tokenizer.apply_chat_template(chat)
+    message = r"at least 10 tokens \(118 characters\); the context \(max_model_len\) is 10 tokens .* at most 9\."
+    monkeypatch.setattr(type(limited._hf), "__call__", lambda *_, **__: pytest.fail("it was encoded"))
+    with pytest.raises(RequestError, match=message) as caught:
+        limited.encode(fits + "x")
+    assert caught.value.param == "prompt"
+    with pytest.raises(RequestError, match="max_model_len") as caught:
+        limited.apply_chat_template([*chat, {"role": "user", "content": fits}])
+    assert caught.value.param == "messages"

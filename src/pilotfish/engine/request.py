@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 
 from pilotfish.engine.scheduler import Row
-from pilotfish.errors import RequestError, shown
+from pilotfish.errors import RequestError, prompt_too_long, shown
 from pilotfish.sampling import SamplerState, check_vocabulary
 from pilotfish.text import Detokenizer, StopStringMatcher, Tokenizer
 from pilotfish.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
@@ -151,12 +151,7 @@ def checked_prompt(
     check_vocabulary(params, vocab_size)
     room = max_model_len - len(prompt_ids)
     if room < 1:
-        raise RequestError(
-            f"The prompt has {len(prompt_ids)} tokens; the context (max_model_len) is {max_model_len} tokens and must "
-            f"also hold the output, so a prompt may have at most {max_model_len - 1}. Shorten it or raise "
-            "max_model_len.",
-            "prompt",
-        )
+        raise prompt_too_long(f"{len(prompt_ids)} tokens", max_model_len)
     if params.max_tokens is not None and params.max_tokens > room:
         raise RequestError(
             f"max_tokens={shown(params.max_tokens)} after a prompt of {len(prompt_ids)} tokens needs "

@@ -56,6 +56,7 @@ class Preparer:
         self._host = host
         self._settings = settings
         self._fingerprint = fingerprint
+        self._tokenizer = host.tokenizer.for_context(host.max_model_len)
         self._token_bytes = TokenBytes(host.tokenizer)
         # Its first call decides how all others work, which threads must not do at the same time.
         host.tokenizer.encode("a")
@@ -69,7 +70,7 @@ class Preparer:
         request = validated(ChatRequest, parse_json(raw))
         self.check_model(request.model)
         params = sampling_params(request)
-        return self._prepared(request, params, [chat_tokens(self._host.tokenizer, request.messages)], "chat")
+        return self._prepared(request, params, [chat_tokens(self._tokenizer, request.messages)], "chat")
 
     def completion(self, raw: bytes) -> Prepared:
         """``POST /v1/completions``.
@@ -85,7 +86,7 @@ class Preparer:
         else:
             is_default = False
         params = sampling_params(request)
-        prompts = completion_prompts(self._host.tokenizer, request.prompt, self._host.vocab_size)
+        prompts = completion_prompts(self._tokenizer, request.prompt, self._host.vocab_size)
         if is_default:
             # A prompt that ends close to the context's end gets what room there is.
             room = min(self._host.max_model_len - len(prompt) for prompt in prompts)

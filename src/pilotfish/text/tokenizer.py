@@ -14,7 +14,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from pilotfish.errors import CheckpointError, RequestError, shown
+from pilotfish.errors import CheckpointError, RequestError, prompt_too_long, shown
+from pilotfish.text.spelling import Spelling
 
 __all__ = ["Message", "Tokenizer"]
 
@@ -30,9 +31,12 @@ _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 class Tokenizer:
     """The tokenizer of one checkpoint. Calls are safe from several threads."""
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, max_model_len: int | None = None) -> None:
         """Wrap a transformers tokenizer; most callers want :meth:`from_folder`."""
         self._hf = hf
+        self._max_model_len = max_model_len
+        text = None if max_model_len is None else self.to_json()
+        self._spelling = None if text is None else Spelling.from_json(text)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -47,6 +51,15 @@ class Tokenizer:
             return cls(_tokenizer_class(folder).from_pretrained(folder))
         except Exception as error:  # transformers and the Rust library raise whatever the file's defect leads to
             raise CheckpointError(f"{folder}: the tokenizer cannot be loaded: {_one_line(error)}") from error
+
+    def for_context(self, max_model_len: int) -> Tokenizer:
+        """This tokenizer for prompts of a model with so long a context.
+
+        It refuses texts that cannot fit by their length alone, before it spends the time to encode them: no token has
+        more bytes than the vocabulary's longest. Where that does not follow (a normalizer may shorten texts), it
+        encodes all.
+        """
+        return Tokenizer(self._hf, max_model_len)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -84,14 +97,13 @@ class Tokenizer:
             add_special_tokens: begin (and end) the sequence as the tokenizer is configured to, e.g. with BOS.
 
         Raises:
-            RequestError: ``text`` is not a string, or has a lone surrogate, which no UTF-8 text can hold.
+            RequestError: ``text`` is not a string, has a lone surrogate, which no UTF-8 text can hold, or cannot fit
+                into the context (:meth:`for_context`).
         """
         if not isinstance(text, str):
             raise RequestError(f"prompt={text!r}: must be a string", "prompt")
         _check_unicode("the prompt", text, "prompt")
-        # verbose: the engine checks the length itself, for every prompt and with the right limit.
-        ids: list[int] = self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        return ids
+        return self._encoded(text, add_special_tokens, "prompt")
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no whole character become U+FFFD. Nothing is cleaned up."""
@@ -129,7 +141,8 @@ class Tokenizer:
             add_generation_prompt: end with what begins an answer of the assistant.
 
         Raises:
-            RequestError: no chat template, or messages that are malformed or that the template refuses.
+            RequestError: no chat template, or messages that are malformed, that the template refuses, or that cannot
+                fit into the context (:meth:`for_context`).
         """
         if not self.has_chat_template:
             raise RequestError(
@@ -137,12 +150,22 @@ class Tokenizer:
             )
         checked = _checked_messages(messages)
         try:
-            ids: list[int] = self._hf.apply_chat_template(
-                checked, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+            text: str = self._hf.apply_chat_template(
+                checked, add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             reason = _one_line(error)
             raise RequestError(f"messages: the model's chat template refuses them: {reason}", "messages") from error
+        return self._encoded(text, False, "messages")
+
+    def _encoded(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
+        if self._max_model_len is not None and self._spelling is not None:
+            min_tokens = self._spelling.min_tokens(text)
+            if min_tokens >= self._max_model_len:
+                length = f"at least {min_tokens} tokens ({len(text)} characters)"
+                raise prompt_too_long(length, self._max_model_len, param)
+        # verbose: the engine checks the length itself, for every prompt and with the right limit.
+        ids: list[int] = self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return ids
 
     @cached_property

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from pilotfish.server.stream import Delta
 from pilotfish.text import Tokenizer
+from pilotfish.text.spelling import BYTE_OF
 from pilotfish.types import Logprob
 
 __all__ = ["TokenBytes", "chat_logprobs", "completion_logprobs"]
@@ -37,25 +38,12 @@ class TokenBytes:
             return text.encode("utf-8")
         if spelled.startswith("<0x") and spelled.endswith(">") and len(spelled) == 6:
             return bytes([int(spelled[3:5], 16)])
-        values = [_BYTE_OF.get(character) for character in spelled]
+        values = [BYTE_OF.get(character) for character in spelled]
         return bytes(value for value in values if value is not None) if None not in values else text.encode("utf-8")
 
     @cached_property
     def _spelling(self) -> Sequence[str | None]:
         return self._tokenizer.tokens()
-
-
-def _byte_alphabet() -> Mapping[str, int]:
-    """The byte that each character of a byte-level BPE vocabulary stands for.
-
-    Printable Latin-1 characters stand for themselves, the other bytes in order for the characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
 
 
 def chat_logprobs(delta: Delta, num_top: int, token_bytes: TokenBytes) -> dict[str, Any]:
