@@ -413,7 +413,7 @@ def test_long_bodies_are_413_with_and_without_a_length() -> None:
 
 
 def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pilotfish.server.app._BODY_TIMEOUT", 0.05)
+    monkeypatch.setattr("pilotfish.server.intake._BODY_TIMEOUT", 0.05)
 
     async def dawdling() -> Any:
         yield b"{"

@@ -247,6 +247,17 @@ def test_cancelling_in_queue_prefill_and_decode_frees_the_pages(steps: int) -> N
     run(work, make_host(engine=engine))
 
 
+def test_the_time_before_a_request_is_submitted_counts() -> None:
+    gate = GatedEngine()
+
+    async def work(host: EngineHost) -> None:
+        with pytest.raises(ApiError, match="longer than 1000 seconds"):
+            await read(host.submit([job()], arrived=host.clock() - 1000))
+        gate.open()
+
+    run(work, make_host(engine=gate.engine, request_timeout=1000.0))
+
+
 def test_a_request_that_takes_too_long_is_ended_with_504() -> None:
     gate = GatedEngine()
 

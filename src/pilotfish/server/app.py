@@ -7,10 +7,8 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import anyio.to_thread
-from anyio import CapacityLimiter
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -19,9 +17,10 @@ from starlette.responses import JSONResponse, Response
 
 from pilotfish import __version__
 from pilotfish.errors import RequestError
-from pilotfish.server.errors import ApiError, bad_request, from_request_error
+from pilotfish.server.errors import ApiError, from_request_error
 from pilotfish.server.generation import Generation
 from pilotfish.server.host import EngineHost
+from pilotfish.server.intake import Intake
 from pilotfish.server.logs import summarise
 from pilotfish.server.metrics import Metrics
 from pilotfish.server.middleware import BodyLimit, Cors, CountErrors, ErrorResponse, KeyCheck, Refusal, RequestId
@@ -33,15 +32,6 @@ from pilotfish.server.static import add_page
 from pilotfish.server.tokens import Tokens
 
 __all__ = ["create_app"]
-
-_T = TypeVar("_T")
-
-_PREPARING_THREADS = 4
-"""Requests that are parsed, tokenised and whose grammars are compiled at once: enough that a long one does not hold up
-the others, and few, for they take CPU time from the engine."""
-
-_BODY_TIMEOUT = 60.0
-"""Seconds that a client may take to send a body."""
 
 
 def create_app(host: EngineHost, settings: ServerSettings) -> FastAPI:
@@ -96,34 +86,15 @@ class _Server:
         self.preparer = Preparer(host, settings, _fingerprint(host, settings))
         self.tokens = Tokens(host, self.preparer.check_model)
         self.metrics = Metrics(host, settings.model_name)
-        self._limiter = CapacityLimiter(_PREPARING_THREADS)
-
-    async def in_thread(self, request: Request, work: Callable[[bytes], _T]) -> _T:
-        """Do the CPU work that a request brings where it holds up nobody.
-
-        Raises:
-            ApiError: 400, also for whatever is nested so deep that handling it fails.
-        """
-        content_type = request.headers.get("content-type", "")
-        if content_type.partition(";")[0].strip().lower() != "application/json":
-            # Also a guard: pages of other origins cannot send this type without asking first.
-            raise bad_request(
-                f"Content-Type is {content_type[:80]!r}: must be application/json (curl: -H 'Content-Type: "
-                "application/json')."
-            )
-        try:
-            async with asyncio.timeout(_BODY_TIMEOUT):
-                raw = await request.body()
-        except TimeoutError:
-            message = f"The request body did not come within {_BODY_TIMEOUT:g} seconds."
-            raise ApiError(408, message, code="body_timeout") from None
-        try:
-            return await anyio.to_thread.run_sync(work, raw, limiter=self._limiter)
-        except RecursionError:
-            raise bad_request("The request body is nested too deep.") from None
+        self._intake = Intake(host)
 
     async def generate(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
-        return Generation(self.host, await self.in_thread(request, prepare))
+        call, arrived = await self._intake.prepared(request, prepare)
+        return Generation(self.host, call, arrived)
+
+    async def answer(self, request: Request, work: Callable[[bytes], dict[str, Any]]) -> Response:
+        response, _ = await self._intake.prepared(request, lambda raw: JSONResponse(work(raw)))
+        return response
 
     def model_card(self, name: str) -> dict[str, Any]:
         return {
@@ -152,12 +123,12 @@ def _add_routes(app: FastAPI, server: _Server) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text or of a conversation."""
-        return JSONResponse(await server.in_thread(request, tokens.tokenize))
+        return await server.answer(request, tokens.tokenize)
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return JSONResponse(await server.in_thread(request, tokens.detokenize))
+        return await server.answer(request, tokens.detokenize)
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from pilotfish.server.errors import ApiError
 from pilotfish.server.host import EngineHost
+from pilotfish.server.intake import client_gone
 from pilotfish.server.middleware import ErrorResponse, Refusal
 from pilotfish.server.prepare import Prepared
 from pilotfish.server.protocol.answers import Choice, ChunkWriter, usage
@@ -38,24 +38,25 @@ class Generation(Response):
     Args:
         host: of the engine.
         call: what to generate.
+        arrived: when the request did, on the host's clock.
     """
 
-    def __init__(self, host: EngineHost, call: Prepared) -> None:
+    def __init__(self, host: EngineHost, call: Prepared, arrived: float) -> None:
         super().__init__()
         self._host = host
         self._call = call
-        self._began = time.monotonic()
+        self._arrived = arrived
         self._group = StreamGroup()
         self._status = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error: ApiError | None = None
         try:
-            self._group = self._host.submit(self._call.jobs)
+            self._group = self._host.submit(self._call.jobs, self._arrived)
         except ApiError as refusal:
             await Refusal(refusal)(scope, receive, send)
             return
-        gone = asyncio.ensure_future(_client_gone(receive))
+        gone = asyncio.ensure_future(client_gone(receive))
         gone.add_done_callback(lambda _: self._host.cancel(self._group))
         try:
             if self._call.stream:
@@ -125,7 +126,7 @@ class Generation(Response):
             "status": self._status,
             "stream": self._call.stream,
             "prompt_tokens": sum(len(job.prompt_token_ids) for job in self._call.jobs),
-            "seconds": time.monotonic() - self._began,
+            "seconds": self._host.clock() - self._arrived,
         }
         if outputs:
             fields |= self._figures()
@@ -145,9 +146,3 @@ class Generation(Response):
             "mean_accepted_length": first.speculation.mean_accepted_length,
             "finish": ",".join(reasons),
         }
-
-
-async def _client_gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from pilotfish.engine import Engine
@@ -24,7 +25,7 @@ from pilotfish.server.stream import Job, RequestStream, StreamGroup
 from pilotfish.server.totals import add_stats
 from pilotfish.server.worker import EngineWorker, Report
 
-__all__ = ["EngineHost", "Load", "State"]
+__all__ = ["Arrival", "EngineHost", "Load", "State"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +37,34 @@ _JOIN_TIMEOUT = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the engine has to do now: sequences that run and that wait, and the share of KV pages in use."""
+    """What there is to do now: sequences that run, those that wait (with the requests that are being prepared), and the
+    share of KV pages in use."""
 
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A request before the engine has it.
+
+    Attributes:
+        time: when it began to come, on the host's clock.
+        ended: why it ended, should it end before it is prepared.
+        is_queued: it has come as a whole and has a place in the queue.
+        timer: ends it.
+    """
+
+    time: float
+    ended: asyncio.Future[ApiError]
+    is_queued: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+    def end(self, error: ApiError) -> None:
+        """Nobody waits for it any more, or shall; the first reason counts."""
+        if not self.ended.done():
+            self.ended.set_result(error)
 
 
 class EngineHost:
@@ -53,6 +77,7 @@ class EngineHost:
         clock: monotonic seconds. Must be the engine's.
 
     Attributes:
+        clock: see above.
         num_restarts: engines built after the first.
         on_close: called with each request when the engine is done with it, whatever became of it.
     """
@@ -73,12 +98,13 @@ class EngineHost:
         self.vocab_size = engine.model_config.vocab_size
         self.config = engine.config
         self._factory = factory
-        self._clock = clock
+        self.clock = clock
         self._state: State = "new"
         self._reason = "it has not been started"
         self._worker: EngineWorker | None = None
         self._first_engine: Engine | None = engine
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrivals: set[Arrival] = set()
         self._open: dict[str, RequestStream] = {}
         self._num_open_seqs = 0
         self._past = EngineStats()  # of engines that are gone
@@ -120,12 +146,12 @@ class EngineHost:
 
     @property
     def load(self) -> Load:
-        """What the engine has to do now."""
-        engine = self.engine
+        """What there is to do now."""
+        engine, waiting = self.engine, self._num_arrived
         if engine is None:
-            return Load()
+            return Load(num_waiting=waiting)
         assert self._worker is not None
-        pool, waiting = engine.pool, len(engine.scheduler.waiting) + self._worker.num_queued
+        pool, waiting = engine.pool, waiting + len(engine.scheduler.waiting) + self._worker.num_queued
         return Load(len(engine.scheduler.running), waiting, 1.0 - pool.num_free / pool.num_pages)
 
     @property
@@ -146,9 +172,12 @@ class EngineHost:
 
     def begin_drain(self) -> None:
         """Take no more requests. Those under way may go on for ``shutdown_timeout`` seconds."""
-        if self._state in ("draining", "stopped"):
+        if self._is_ending:
             return
         self._state, self._reason = "draining", "it is shutting down"
+        for arrival in self._arrivals:
+            if arrival.is_queued:
+                arrival.end(_shut_down())
         if self._loop is not None:
             self._loop.call_later(self.settings.shutdown_timeout, self._end_all)
 
@@ -168,20 +197,49 @@ class EngineHost:
 
     # Requests
 
-    def submit(self, jobs: Sequence[Job]) -> StreamGroup:
+    def arrive(self) -> Arrival:
+        """A request begins to come. Its time runs from now on, until :meth:`leave`."""
+        assert self._loop is not None
+        arrival = Arrival(self.clock(), self._loop.create_future())
+        arrival.timer = self._timer(arrival.time, arrival.end)
+        self._arrivals.add(arrival)
+        return arrival
+
+    def enqueue(self, arrival: Arrival) -> None:
+        """It has come as a whole and is to be prepared: give it a place in the queue.
+
+        Raises:
+            ApiError: 503, there is none, or the server stops.
+        """
+        if self._is_ending:
+            raise self._unavailable()
+        self._check_room(1)
+        arrival.is_queued = True
+
+    def leave(self, arrival: Arrival) -> None:
+        """It is prepared, or has ended: its place is free."""
+        self._arrivals.discard(arrival)
+        if arrival.timer is not None:
+            arrival.timer.cancel()
+
+    def submit(self, jobs: Sequence[Job], arrived: float | None = None) -> StreamGroup:
         """Queue the requests of one client call: all of them or none.
+
+        Args:
+            jobs: the requests.
+            arrived: when the call did, on the host's clock. None is now.
 
         Raises:
             ApiError: 503 if the queue is full or there is no engine to take them, 400 for more than the queue can hold.
         """
         worker = self._admitting(jobs)
-        group, now = StreamGroup(), self._clock()
+        group, now = StreamGroup(), self.clock()
         for job in jobs:
             stream = RequestStream(job, now, group)
             group.streams.append(stream)
             self._open[job.request_id] = stream
             self._num_open_seqs += job.params.n
-            self._set_timer(stream)
+            stream.timer = self._timer(now if arrived is None else arrived, partial(self._end, stream))
             worker.add(job)
         self._idle.clear()
         return group
@@ -194,35 +252,58 @@ class EngineHost:
 
     def _admitting(self, jobs: Sequence[Job]) -> EngineWorker:
         worker = self._ready_worker()
-        limit = self.config.max_num_seqs + self.settings.max_queue
         count = sum(job.params.n for job in jobs)
-        if count > limit:
+        if count > self._max_open_seqs:
             raise bad_request(
-                f"The request asks for {count} sequences (prompts times n); this server takes at most {limit} at once "
-                "(max_num_seqs + max_queue). Ask for fewer, or start it with a larger --max-queue.",
+                f"The request asks for {count} sequences (prompts times n); this server takes at most "
+                f"{self._max_open_seqs} at once (max_num_seqs + max_queue). Ask for fewer, or start it with a larger "
+                "--max-queue.",
                 "prompt" if len(jobs) > 1 else "n",
             )
-        if self._num_open_seqs + count > limit:
+        self._check_room(count)
+        return worker
+
+    def _check_room(self, count: int) -> None:
+        """Whether so many sequences more may wait."""
+        taken = self._num_open_seqs + self._num_arrived
+        if taken + count > self._max_open_seqs:
             raise unavailable(
-                f"The queue is full: {self._num_open_seqs} sequences run or wait, and at most {limit} may "
+                f"The queue is full: {taken} sequences run or wait, and at most {self._max_open_seqs} may "
                 "(max_num_seqs + max_queue). Try again later, or start the server with a larger --max-queue.",
                 "queue_full",
             )
-        return worker
+
+    @property
+    def _max_open_seqs(self) -> int:
+        return self.config.max_num_seqs + self.settings.max_queue
+
+    @property
+    def _num_arrived(self) -> int:
+        """Requests that are being prepared; each counts as one sequence."""
+        return sum(arrival.is_queued for arrival in self._arrivals)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._state in ("draining", "stopped")
 
     def _ready_worker(self) -> EngineWorker:
         worker = self._worker
         if self._state != "ready" or worker is None:
-            raise unavailable(f"The engine takes no requests: {self._reason}. Try again later.", "engine_unavailable")
+            raise self._unavailable()
         return worker
 
-    def _set_timer(self, stream: RequestStream) -> None:
+    def _unavailable(self) -> ApiError:
+        return unavailable(f"The engine takes no requests: {self._reason}. Try again later.", "engine_unavailable")
+
+    def _timer(self, arrived: float, end: Callable[[ApiError], None]) -> asyncio.TimerHandle | None:
+        """Calls ``end`` when the time of a request that arrived then is over."""
         timeout = self.settings.request_timeout
-        if timeout is not None:
-            assert self._loop is not None
-            message = f"The request took longer than {timeout:g} seconds (--request-timeout) and was ended."
-            error = ApiError(504, message, code="request_timeout")
-            stream.timer = self._loop.call_later(timeout, self._end, stream, error)
+        if timeout is None:
+            return None
+        assert self._loop is not None
+        message = f"The request took longer than {timeout:g} seconds (--request-timeout) and was ended."
+        error = ApiError(504, message, code="request_timeout")
+        return self._loop.call_later(arrived + timeout - self.clock(), end, error)
 
     def _end(self, stream: RequestStream, error: ApiError) -> None:
         """Fail it now; it stays open until the engine has let it go."""
@@ -231,8 +312,10 @@ class EngineHost:
             self._worker.abort(stream.job.request_id)
 
     def _end_all(self) -> None:
+        for arrival in self._arrivals:
+            arrival.end(_shut_down())
         for stream in list(self._open.values()):
-            self._end(stream, unavailable("The server shut down before the request was done.", "shutting_down"))
+            self._end(stream, _shut_down())
 
     def _close(self, stream: RequestStream) -> None:
         if self._open.pop(stream.job.request_id, None) is None:
@@ -247,7 +330,7 @@ class EngineHost:
     # From the engine's thread
 
     def _run(self, engine: Engine) -> None:
-        self._worker = EngineWorker(engine, self._post_report, self._post_failure, self._clock)
+        self._worker = EngineWorker(engine, self._post_report, self._post_failure, self.clock)
         self._worker.start()
         if self._state in ("new", "restarting"):
             self._state, self._reason = "ready", ""
@@ -331,7 +414,7 @@ class EngineHost:
 
     def _next_delay(self) -> float:
         """Seconds to wait before the next build: none at first, then longer with each failure in a row."""
-        settings, now = self.settings, self._clock()
+        settings, now = self.settings, self.clock()
         if now - self._last_failure > settings.healthy_after:
             self._num_failures = 0
         self._last_failure = now
@@ -348,10 +431,14 @@ class EngineHost:
             await asyncio.sleep(min(limit / 4, 1.0))
             worker = self._worker
             since = worker.busy_since if worker is not None else None
-            if since is not None and self._clock() - since > limit:
+            if since is not None and self.clock() - since > limit:
                 logger.error(
                     "an engine step has taken more than %g seconds (--step-timeout): its thread is left behind, as it "
                     "cannot be stopped, with the memory that it holds; another engine is built",
                     limit,
                 )
                 self._replace(f"a step took more than {limit:g} seconds")
+
+
+def _shut_down() -> ApiError:
+    return unavailable("The server shut down before the request was done.", "shutting_down")
