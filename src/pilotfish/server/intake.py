@@ -66,7 +66,7 @@ class Intake:
         finally:
             task.cancel()
             self._host.leave(arrival)
-            # An error's traceback holds this frame: with these it would hold itself, and the body until some collection.
+            # An error's traceback holds this frame: with these it would hold itself, and the body with it.
             del task, arrival
 
     async def _prepare(self, request: Request, work: Callable[[bytes], _T], arrival: Arrival) -> _T:
