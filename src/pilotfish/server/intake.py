@@ -116,7 +116,10 @@ async def _in_slot(slots: asyncio.Semaphore, work: Callable[[bytes], _T], raw: b
     job.add_done_callback(release)
     # A daemon, unlike the threads of a pool: the program's end does not wait for it.
     threading.Thread(target=_work, args=(job, work, raw), name="preparation", daemon=True).start()
-    return await asyncio.wrap_future(job)
+    try:
+        return await asyncio.wrap_future(job)
+    finally:
+        del job  # which may hold an error, whose traceback holds this frame
 
 
 def _work(job: Future[_T], work: Callable[[bytes], _T], raw: bytes) -> None:
@@ -124,3 +127,5 @@ def _work(job: Future[_T], work: Callable[[bytes], _T], raw: bytes) -> None:
         job.set_result(work(raw))
     except Exception as error:
         job.set_exception(error)
+    finally:
+        del job, raw  # as above
