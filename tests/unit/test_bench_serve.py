@@ -426,9 +426,10 @@ def test_arrivals_at_a_rate_have_one_level(server: Server, capsys: Output) -> No
     [
         (["--concurrency", "1,x"], "concurrency='1,x'"),
         (["--concurrency", "4,4"], "concurrency='4,4'"),
-        (["--rate", "0"], "rate=0.0: must be above 0"),
-        (["--rate", "nan"], "rate=nan: must be above 0"),
-        (["--num-prompts", "0"], "num_prompts=0: must be above 0"),
+        (["--rate", "0"], "rate=0.0: must be a finite number above 0"),
+        (["--rate", "nan"], "rate=nan: must be a finite number above 0"),
+        (["--rate", "inf"], "rate=inf: must be a finite number above 0"),
+        (["--num-prompts", "0"], "num_prompts=0: must be a finite number above 0"),
         (["--json", "/missing/out.json"], "there is no folder '/missing'"),
         (["--model", "large"], "model='large'"),
         (["--data", "/missing.jsonl"], "cannot be read"),

@@ -87,7 +87,7 @@ class BenchServeOptions:
         for name in ("num_prompts", "max_tokens", "rate", "timeout"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name}={value!r}: must be above 0")
+                raise ConfigError(f"{name}={value!r}: must be a finite number above 0")
 
     def levels(self) -> list[Level]:
         """The loads, empty of records.
