@@ -265,7 +265,10 @@ def test_each_scheme_of_a_benchmark_takes_its_own_options() -> None:
         "mtp": Mtp(num_drafts=2, head="some/head"),
     }
     assert [*bench_schemes("none,ngram", {"draft": "layers:3"})] == ["none", "ngram", "draft"]
-    assert [*bench_schemes("none", {"head": "some/head"})] == ["none", "mtp"]
+    assert bench_schemes("none", {"head": "some/head", "p_min": 0.5}) == {
+        "none": None,
+        "auto": Auto(head="some/head", p_min=0.5),
+    }
     assert [*bench_schemes("none,eagle", {"head": "some/head"})] == ["none", "eagle"]
     with pytest.raises(ConfigError, match="scheme='auto': must be one of none, draft, ngram, mtp, eagle"):
         bench_schemes("none,auto", {})

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers import TINY_VOCAB_SIZE
 from helpers_heads import head_config, random_weights, write_head
+from pilotfish.cli.app import run as run_cli
 from pilotfish.cli.info import model_info
 from pilotfish.cli.options import ModelOptions
 from pilotfish.config import Auto, Eagle, EngineConfig, Mtp, Ngram
@@ -148,6 +149,19 @@ def test_auto_takes_the_scheme_of_the_head_that_is_named(
         load(target, speculation=Auto(head=folder))
     engine = load(target, speculation=Auto(head=folder, allow_mismatch=True))
     assert engine.config.speculation == scheme(head=folder, allow_mismatch=True)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle"])
+def test_a_benchmark_measures_a_head_that_is_named_by_its_kind(target: Path, tmp_path: Path, kind: HeadKind) -> None:
+    folder = add_head(tmp_path / "other", target, kind)
+    data, out = tmp_path / "data.jsonl", tmp_path / "out.json"
+    data.write_text('{"question_id": 1, "category": "a", "turns": ["t5"]}\n')
+    asked = ["--model", str(target), "--head", folder, "--scheme", "none", "--data", str(data), "--json", str(out)]
+    assert run_cli(["bench", *asked, "--max-tokens", "6", "--backend", "torch", "--threads", "1"]) == 0
+    content = json.loads(out.read_text())
+    overall = {item["scheme"]: item for item in content["summary"] if item["category"] == "overall"}
+    assert [*overall] == ["none", kind] and overall[kind]["num_identical"] == 1
+    assert content["settings"]["schemes"]["auto"]["head"] == folder
 
 
 def test_settings_of_heads_are_for_the_models_own_too_and_need_one(

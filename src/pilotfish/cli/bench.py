@@ -94,14 +94,19 @@ def read_target(options: BenchOptions) -> _Target:
 def load_engines(
     options: BenchOptions, schemes: Mapping[str, Speculation | None], max_model_len: int
 ) -> dict[str, Engine]:
-    """An engine for each scheme. They share nothing, so that none pays for another's draft."""
+    """An engine for each scheme. They share nothing, so that none pays for another's draft.
+
+    They are named by the schemes that they run: ``auto`` has become that of the head.
+    """
     from pilotfish.engine import load_engine
 
     engines = {}
     for scheme, speculation in schemes.items():
         with loading_progress(f"loading {options.model} for {scheme}") as progress:
             config = options.engine_config(speculation, max_model_len)
-            engines[scheme] = load_engine(options.model, config, use_cache=not options.no_cache, progress=progress)
+            engine = load_engine(options.model, config, use_cache=not options.no_cache, progress=progress)
+        settings = engine.config.scheme_settings
+        engines["none" if settings is None else settings.scheme] = engine
     return engines
 
 

@@ -204,7 +204,8 @@ def _names_of(scheme: str) -> Sequence[str]:
 def bench_schemes(names: str, options: Mapping[str, Any]) -> dict[str, Speculation | None]:
     """Settings by scheme for ``--scheme none,ngram,draft``: each takes those of ``options`` that are its own.
 
-    A draft or a head that is named comes in even if its scheme is not listed.
+    A draft or a head that is named comes in even if its scheme is not listed; a head as ``auto``, which takes it by its
+    kind.
 
     Raises:
         ConfigError: as above; or a scheme that is listed twice, or an option that none of them takes.
@@ -218,7 +219,7 @@ def bench_schemes(names: str, options: Mapping[str, Any]) -> dict[str, Speculati
     if "draft" in given and "draft" not in listed:
         listed.append("draft")
     if "head" in given and not {"mtp", "eagle"} & {*listed}:
-        listed.append("mtp")
+        listed.append("auto")
     taken = {scheme: _taken_by(scheme, given) for scheme in listed}
     for name, value in given.items():
         if not any(name in own for own in taken.values()):
