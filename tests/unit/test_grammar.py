@@ -242,7 +242,8 @@ def test_drafts_leave_no_trace(seed: int, tokenizer: Tokenizer, compiler: Gramma
     ("asked", "words"),
     [
         ({"json": "{"}, "json cannot be used"),
-        ({"json": "3"}, "json cannot be used"),
+        ({"json": "3"}, "'3' is no schema here: it must be an object, or the JSON text of one"),
+        ({"json": "true"}, "{} stands for any JSON, where JSON Schema also has true"),
         ({"json": {"type": "fish"}}, "fish"),
         ({"json": {"not": {"type": "string"}}}, "not"),
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
@@ -287,6 +288,14 @@ def test_hostile_grammars_are_refused(name: str, compiler: GrammarCompiler) -> N
     with pytest.raises(RequestError) as caught:
         compiler.compile(StructuredOutputs(**HOSTILE[name]))
     assert caught.value.param == "structured_outputs" and len(str(caught.value)) < 450
+
+
+def test_an_assertion_of_the_library_that_fails_is_said_in_one_line(compiler: GrammarCompiler) -> None:
+    parts = [{"anyOf": [{"required": [f"p{i}{j}"], "type": "object"} for j in "abc"]} for i in range(8)]
+    with pytest.raises(RequestError) as caught:
+        compiler.compile(StructuredOutputs(json={"allOf": parts}))
+    reason = "it is too large or too complex for the grammar library. Use a smaller or simpler one."
+    assert str(caught.value) == f"structured_outputs.json cannot be used: {reason}"
 
 
 @pytest.mark.parametrize(

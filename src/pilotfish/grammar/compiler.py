@@ -34,6 +34,9 @@ _TRIAL_STEPS = 4
 _MAX_REASON = 300
 """Characters of the library's message, which quotes the grammar."""
 
+_PANICS = ("panic:", "PanicException:")
+"""What messages begin with where the library failed one of its own assertions, which bound the size of a grammar."""
+
 _FIELD = "structured_outputs"
 
 
@@ -196,6 +199,8 @@ def _start(vocabulary: LLTokenizer, text: str) -> tuple[LLMatcher, str]:
 
 
 def _refused(structured: StructuredOutputs, reason: str) -> RequestError:
+    if reason.startswith(_PANICS):  # a backtrace is nothing for who sent the request
+        reason = "it is too large or too complex for the grammar library. Use a smaller or simpler one."
     short = " ".join(reason.replace("<non-verbose/>", "").split())
     short = short if len(short) <= _MAX_REASON else f"{short[:_MAX_REASON]}..."
     return RequestError(f"{_FIELD}.{structured.kind} cannot be used: {short}", _FIELD)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
+from pilotfish.errors import shown
 from pilotfish.types import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -26,12 +27,17 @@ def grammar_text(structured: StructuredOutputs) -> str:
     """The grammar in the library's own form.
 
     Raises:
-        ValueError, TypeError, RecursionError: a JSON schema that is no JSON.
+        ValueError, TypeError, RecursionError: a JSON schema that is no JSON, or no object.
     """
     if structured.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
     if structured.json is not None:
         schema = structured.json if isinstance(structured.json, str) else _dump(dict(structured.json))
+        if not schema.lstrip().startswith("{"):
+            raise ValueError(
+                f"{shown(schema)} is no schema here: it must be an object, or the JSON text of one. {{}} stands for "
+                "any JSON, where JSON Schema also has true."
+            )
         return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
