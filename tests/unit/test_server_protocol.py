@@ -100,6 +100,10 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, message: str
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1" * 5_000: 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"+5": 1}}, "logit_bias"),
+        ({"logit_bias": {" 5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5_0": 1}}, "logit_bias"),
+        ({"logit_bias": {"\u0665": 1}}, "logit_bias"),
         ({"logprobs": 101}, "logprobs"),
         ({"best_of": 2}, "best_of"),
         ({"seed": 2**70}, "seed"),
@@ -108,6 +112,8 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, message: str
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
         ({"guided_choice": []}, "guided_choice"),
     ],
 )
@@ -115,6 +121,13 @@ def test_a_value_that_is_not_allowed_is_named(fields: dict[str, Any], param: str
     with pytest.raises(ApiError) as caught:
         sampling_params(completion(**fields))
     assert caught.value.status == 400 and caught.value.param == param
+
+
+def test_two_keys_for_one_token_are_both_named() -> None:
+    with pytest.raises(ApiError, match='the keys "5" and "05": both are the token 5') as caught:
+        sampling_params(completion(logit_bias={"5": 100, "4": 1, "05": -100}))
+    assert caught.value.param == "logit_bias"
+    assert sampling_params(completion(logit_bias={"05": 1})).logit_bias == {5: 1}
 
 
 def test_limits_beyond_openais_are_the_engines() -> None:

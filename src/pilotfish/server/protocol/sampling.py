@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pilotfish.errors import RequestError
-from pilotfish.server.errors import ApiError, bad_request, from_request_error
+from pilotfish.server.errors import bad_request, from_request_error
 from pilotfish.server.protocol.body import short
 from pilotfish.server.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
 from pilotfish.server.protocol.structured import structured_outputs
@@ -111,13 +111,17 @@ def _check_stop(stop: object) -> None:
 
 
 def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
-    result: dict[int, float] = {}
-    for key, value in bias.items():
+    keys: dict[int, str] = {}
+    for key in bias:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise _bad_bias_key(key)
-        result[int(key)] = value
-    return result
-
-
-def _bad_bias_key(key: str) -> ApiError:
-    return bad_request(f'logit_bias has the key {short(key)}: keys must be token ids, such as "42".', "logit_bias")
+            raise bad_request(
+                f'logit_bias has the key {short(key)}: keys must be token ids, such as "42".', "logit_bias"
+            )
+        first = keys.setdefault(int(key), key)
+        if first != key:
+            raise bad_request(
+                f"logit_bias has the keys {short(first)} and {short(key)}: both are the token {int(key)}. Send one of "
+                "them.",
+                "logit_bias",
+            )
+    return {token_id: bias[key] for token_id, key in keys.items()}

@@ -50,7 +50,7 @@ def structured_outputs(request: GenerationRequest) -> Structured | None:
 def _wanted(request: GenerationRequest) -> dict[str, tuple[str, Any]]:
     """(kind, value) of :class:`StructuredOutputs` by the field that asks for it."""
     wanted: dict[str, tuple[str, Any]] = {}
-    if request.response_format is not None and request.response_format.type != "text":
+    if request.response_format is not None:
         wanted |= _of_response_format(request.response_format)
     options = request.structured_outputs
     if options is not None:
@@ -73,8 +73,14 @@ def _wanted(request: GenerationRequest) -> dict[str, tuple[str, Any]]:
 
 
 def _of_response_format(form: ResponseFormat) -> dict[str, tuple[str, Any]]:
-    if form.type == "json_object":
-        return {"response_format.type": ("json_object", True)}
+    if form.type != "json_schema":
+        if form.json_schema is not None:
+            raise bad_request(
+                f'response_format has the type "{form.type}" and a json_schema, which only the type "json_schema" has. '
+                "Change the type, or leave json_schema out.",
+                "response_format.json_schema",
+            )
+        return {"response_format.type": ("json_object", True)} if form.type == "json_object" else {}
     if form.json_schema is None:
         raise bad_request(
             'response_format has the type "json_schema" and no json_schema: it needs {"schema": {...}} there.',
