@@ -179,6 +179,11 @@ def test_a_completion_has_16_tokens_by_default_and_less_at_the_end_of_the_contex
         for length, expected in ((5, 16), (120, 8)):
             answer = (await client.post("/v1/completions", json=body | {"prompt": "a" * length})).json()
             assert answer["usage"]["completion_tokens"] == expected
+        for stream in (False, True):
+            prompts = {"prompt": [[0] * 125, [1, 2, 3]], "stream": stream, "stream_options": {"include_usage": True}}
+            response = await client.post("/v1/completions", json=body | prompts)
+            answer = events_of(response.text)[-1] if stream else response.json()
+            assert answer["usage"]["completion_tokens"] == 3 + 16, "each has its own room"
         chat = {"messages": [{"role": "user", "content": "a" * 100}], "ignore_eos": True}
         answer = (await client.post("/v1/chat/completions", json=chat)).json()
         assert answer["usage"]["total_tokens"] == 128

@@ -70,7 +70,7 @@ class Preparer:
         request = validated(ChatRequest, parse_json(raw))
         self.check_model(request.model)
         params = sampling_params(request)
-        return self._prepared(request, params, [chat_tokens(self._tokenizer, request.messages)], "chat")
+        return self._prepared(request, [(chat_tokens(self._tokenizer, request.messages), params)], "chat")
 
     def completion(self, raw: bytes) -> Prepared:
         """``POST /v1/completions``.
@@ -87,11 +87,8 @@ class Preparer:
             is_default = False
         params = sampling_params(request)
         prompts = completion_prompts(self._tokenizer, request.prompt, self._host.vocab_size)
-        if is_default:
-            # A prompt that ends close to the context's end gets what room there is.
-            room = min(self._host.max_model_len - len(prompt) for prompt in prompts)
-            params = replace(params, max_tokens=max(min(params.max_tokens or 1, room), params.min_tokens, 1))
-        return self._prepared(request, params, prompts, "completion")
+        asked = [(prompt, self._cut_to_room(params, prompt) if is_default else params) for prompt in prompts]
+        return self._prepared(request, asked, "completion")
 
     def check_model(self, model: str | None) -> None:
         """Whether a request's ``model`` is served here; None is.
@@ -108,15 +105,21 @@ class Preparer:
                 code="model_not_found",
             )
 
+    def _cut_to_room(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+        """A prompt that ends close to the context's end gets what room there is, whatever others it comes with."""
+        room = self._host.max_model_len - len(prompt)
+        return replace(params, max_tokens=max(min(params.max_tokens or 1, room), params.min_tokens, 1))
+
     def _prepared(
         self,
         request: GenerationRequest,
-        params: SamplingParams,
-        prompts: list[list[int]],
+        asked: list[tuple[list[int], SamplingParams]],
         kind: Literal["chat", "completion"],
     ) -> Prepared:
+        """The call for prompts and the parameters of each, which differ in ``max_tokens`` alone."""
         names = parameter_names(request)
-        self._check(params, prompts, names)
+        self._check(asked, names)
+        params = asked[0][1]
         options = (request.stream_options or StreamOptions()) if request.stream else StreamOptions()
         answer = Answer(
             kind=kind,
@@ -135,22 +138,23 @@ class Preparer:
             Job(
                 request_id=f"{answer.answer_id}-{place}",
                 prompt_token_ids=prompt,
-                params=params,
+                params=prompt_params,
                 streams=request.stream,
                 keep_steps=request.include_speculation_stats,
                 param_names=names,
             )
-            for place, prompt in enumerate(prompts)
+            for place, (prompt, prompt_params) in enumerate(asked)
         ]
         return Prepared(jobs, answer, request.stream)
 
-    def _check(self, params: SamplingParams, prompts: list[list[int]], names: Mapping[str, str]) -> None:
+    def _check(self, asked: list[tuple[list[int], SamplingParams]], names: Mapping[str, str]) -> None:
         """Refuse what the engine would refuse, and compile the grammar, so that its thread finds it done."""
         host = self._host
         try:
-            for prompt in prompts:
+            for prompt, params in asked:
                 checked_prompt(prompt, params, max_model_len=host.max_model_len, vocab_size=host.vocab_size)
-            if params.structured_outputs is not None:
-                host.ready_engine().compile_structured_outputs(params.structured_outputs)
+            structured = asked[0][1].structured_outputs
+            if structured is not None:
+                host.ready_engine().compile_structured_outputs(structured)
         except RequestError as error:
             raise from_request_error(error, names) from None
