@@ -361,6 +361,22 @@ def test_a_hung_step_is_left_behind() -> None:
     run(work, make_host(engine=gate.engine, step_timeout=0.2))
 
 
+def test_each_of_several_hung_engines_is_left_behind() -> None:
+    gates = [GatedEngine() for _ in range(3)]
+    spare = iter([*(gate.engine for gate in gates[1:]), letters_engine()])
+
+    async def work(host: EngineHost) -> None:
+        for number, gate in enumerate(gates, start=1):
+            with pytest.raises(ApiError, match="engine failed"):
+                await asyncio.wait_for(read(host.submit([job(str(number))])), 60)
+            await until(lambda: host.state == "ready")
+            assert host.num_restarts == number and host.engine is not gate.engine
+            gate.open()
+        assert (await read(host.submit([job("next")])))[-1].finish_reason == "length"
+
+    run(work, make_host(lambda: next(spare), gates[0].engine, step_timeout=0.2))
+
+
 def test_shutdown_lets_requests_finish_and_refuses_new_ones() -> None:
     gate = GatedEngine()
 
