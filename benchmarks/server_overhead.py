@@ -275,7 +275,8 @@ def result(
 ) -> dict[str, Any]:
     """One line of the table."""
     # The server leaves out a part of a character at the end, where the offline API writes U+FFFD.
-    different = sum(x.rstrip("\ufffd") != y for a, b in pairs for x, y in zip(a.texts, b.texts, strict=True))
+    texts = [both for a, b in pairs for both in zip(a.texts, b.texts, strict=True)]
+    different = sum(x.rstrip("\ufffd") != y.rstrip("\ufffd") for x, y in texts)
     return {
         "measure": name,
         "offline": figures[0],

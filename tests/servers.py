@@ -161,15 +161,16 @@ class ScriptRunner:
         return logits
 
 
-def script_engine(tokenizer: Tokenizer, text: str, num_prompt: int) -> Engine:
-    """An engine that writes ``text`` after a prompt of so many tokens, with drafts by prompt lookup."""
+def script_engine(tokenizer: Tokenizer, script: str | Sequence[int], num_prompt: int) -> Engine:
+    """An engine that writes a text or tokens after a prompt of so many tokens, with drafts by prompt lookup."""
     [eos] = tokenizer.eos_token_ids
     config = EngineConfig(
         max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, kv_cache_memory=1, threads=1,
         speculation=Ngram(num_drafts=3),
     )  # fmt: skip
     vocab_size = tokenizer.vocab_size
-    runner = ScriptRunner(tokenizer.encode(text, add_special_tokens=False), num_prompt, vocab_size, eos)
+    token_ids = tokenizer.encode(script, add_special_tokens=False) if isinstance(script, str) else script
+    runner = ScriptRunner(token_ids, num_prompt, vocab_size, eos)
     return Engine(
         config=config,
         model_config=replace(tiny_model_config(), vocab_size=vocab_size, eos_token_ids=(eos,)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import httpx
 import pytest
@@ -49,6 +50,39 @@ def test_a_cut_character_is_left_out_streamed_and_not(tokenizer: Tokenizer, text
                 assert "".join(token["text"] for token in tokens) == choice["text"]
 
     with_client(work, make_host(engine=script_engine(tokenizer, text, len(tokenizer.encode(PROMPT)))))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_stop_token_or_eos_cuts_is_left_out_too(tokenizer: Tokenizer, stream: bool) -> None:
+    first, *_, last = tokenizer.encode("🌊", add_special_tokens=False)
+    [eos] = tokenizer.eos_token_ids
+    fffd = tokenizer.encode("a\ufffd", add_special_tokens=False)
+    cases: list[tuple[list[int], dict[str, Any], str, str]] = [
+        ([*fffd, first, last], {"stop_token_ids": [last]}, "a\ufffd", "stop"),
+        ([*fffd, first, last], {"stop_token_ids": [first]}, "a\ufffd", "stop"),
+        ([*fffd, first], {"stop_token_ids": [first], "include_stop_str_in_output": True}, "a\ufffd", "stop"),
+        ([*fffd, first], {}, "a\ufffd", "stop"),  # by EOS
+        ([*fffd, first, eos, eos], {"ignore_eos": True, "max_tokens": len(fffd) + 3}, "a\ufffd", "length"),
+        (fffd, {}, "a\ufffd", "stop"),
+        (fffd, {"max_tokens": len(fffd)}, "a\ufffd", "length"),
+        ([*fffd, first], {"stop": ["\ufffd"], "include_stop_str_in_output": True}, "a\ufffd", "stop"),
+        ([*fffd, first], {"stop": ["\ufffd"]}, "a", "stop"),
+        ([last] * 14, {"max_tokens": 12}, "\ufffd" * 12, "length"),  # none of them begins a character
+        ([first] * 14, {"max_tokens": 12}, "\ufffd" * 11, "length"),
+    ]
+
+    found: list[tuple[str, str]] = []
+    for script, fields, text, reason in cases:
+
+        async def work(client: httpx.AsyncClient, fields: dict[str, Any] = fields) -> None:
+            body = {"prompt": [1, 2, 3], "temperature": 0, "stream": stream} | fields
+            response = await client.post("/v1/completions", json=body)
+            events = events_of(response.text) if stream else [response.json()]
+            choices = [event["choices"][0] for event in events]
+            found.append(("".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]))
+
+        with_client(work, make_host(engine=script_engine(tokenizer, script, 3)))
+        assert found[-1] == (text, reason), (script, fields)
 
 
 def test_bytes_of_tokens_add_up_to_the_text(tokenizer: Tokenizer) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from fake_llm import Letters
 from pilotfish.engine.engine import Engine
 from pilotfish.errors import CheckpointError, ConfigError, RequestError
 from pilotfish.server import EngineHost, HostSettings, ServerSettings
 from pilotfish.server.errors import ApiError
+from pilotfish.server.protocol.token_bytes import TokenBytes
 from pilotfish.server.stream import Delta, Job, StreamGroup
 from pilotfish.types import SamplingParams
 from servers import letters_engine, make_host
@@ -25,7 +27,13 @@ def params(**kwargs: Any) -> SamplingParams:
 
 
 def job(name: str = "a", sampling: SamplingParams | None = None, **kwargs: Any) -> Job:
-    return Job(request_id=name, prompt_token_ids=kwargs.pop("prompt", PROMPT), params=sampling or params(), **kwargs)
+    return Job(
+        request_id=name,
+        prompt_token_ids=kwargs.pop("prompt", PROMPT),
+        params=sampling or params(),
+        token_bytes=TokenBytes(Letters()),  # type: ignore[arg-type]
+        **kwargs,
+    )
 
 
 def run(work: Callable[[EngineHost], Awaitable[None]], host: EngineHost | None = None) -> EngineHost:

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.server_process import parse_metrics
 from pilotfish.errors import ConfigError
 from pilotfish.server.logs import configure_logging, summarise
+from pilotfish.server.protocol.token_bytes import TokenBytes
 from pilotfish.server.stream import Job
 from pilotfish.types import SamplingParams
 from servers import letters_engine, make_host, with_client
@@ -109,7 +110,9 @@ def test_the_summary_is_silent_while_nothing_happens(caplog: pytest.LogCaptureFi
         await asyncio.sleep(0.1)
         assert not fields(caplog, "engine")
         params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
-        group = host.submit([Job(request_id="a", prompt_token_ids=[1, 2], params=params)])
+        group = host.submit(
+            [Job(request_id="a", prompt_token_ids=[1, 2], params=params, token_bytes=TokenBytes(host.tokenizer))]
+        )
         async for _ in group:
             pass
         while not fields(caplog, "engine"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -14,10 +14,10 @@ from pilotfish.server.errors import ApiError
 from pilotfish.server.logs import JsonFormatter, TextFormatter
 from pilotfish.server.metrics import token_gaps
 from pilotfish.server.protocol.body import parse_json, validated
-from pilotfish.server.protocol.logprobs import TokenBytes
 from pilotfish.server.protocol.prompts import chat_tokens, completion_prompts
 from pilotfish.server.protocol.requests import ChatRequest, CompletionRequest
 from pilotfish.server.protocol.sampling import parameter_names, sampling_params
+from pilotfish.server.protocol.token_bytes import TokenBytes
 from pilotfish.types import MAX_LOGPROBS, RequestStats, SamplingParams, StructuredOutputs
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -299,6 +299,38 @@ def test_bytes_of_tokens_that_are_parts_of_characters() -> None:
     assert token_bytes.of(3, " x") == b" x"
     assert token_bytes.of(4, "\ufffd") == "\ufffd".encode()
     assert token_bytes.of(99, "é") == "é".encode()
+
+
+class Bytes:
+    """SentencePiece's byte tokens, then ``é`` in bytes of a byte-level vocabulary, letters and a special token."""
+
+    spelled: ClassVar = ["<0xF0>", "<0x9F>", "<0x90>", "<0xEF>", "<0xBF>", "<0xBD>", "Ã", "©", "a", "</s>"]
+    texts: ClassVar = [*["\ufffd"] * 8, "a", "</s>"]
+
+    def tokens(self) -> list[str]:
+        return self.spelled
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        [token_id] = token_ids
+        return "" if token_id == 9 and skip_special_tokens else self.texts[token_id]
+
+
+@pytest.mark.parametrize(
+    ("text", "token_ids", "left"),
+    [
+        ("a\ufffd", [8, 6], "a"),
+        ("a\ufffd\ufffd", [8, 6, 6], "a\ufffd"),  # no byte makes the first a character
+        ("a\ufffd", [8, 7], "a\ufffd"),  # nor this one
+        ("\ufffd\ufffd", [0, 1], ""),
+        ("\ufffd\ufffd\ufffd", [0, 1, 2], ""),
+        ("\ufffd", [3, 4, 5], "\ufffd"),  # the character U+FFFD
+        ("\ufffd\ufffd", [0, 1, 9], ""),
+        ("a", [8], "a"),
+    ],
+)
+def test_a_part_of_a_character_is_told_from_other_broken_bytes(text: str, token_ids: list[int], left: str) -> None:
+    token_bytes = TokenBytes(Bytes())  # type: ignore[arg-type]
+    assert token_bytes.without_part(text, token_ids, skip_special_tokens=True) == left
 
 
 def test_gaps_between_tokens_share_a_step() -> None:

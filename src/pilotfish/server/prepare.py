@@ -17,10 +17,10 @@ from pilotfish.server.errors import ApiError, from_request_error
 from pilotfish.server.host import EngineHost
 from pilotfish.server.protocol.answers import Answer
 from pilotfish.server.protocol.body import parse_json, short, validated
-from pilotfish.server.protocol.logprobs import TokenBytes
 from pilotfish.server.protocol.prompts import chat_tokens, completion_prompts
 from pilotfish.server.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from pilotfish.server.protocol.sampling import DEFAULT_COMPLETION_TOKENS, parameter_names, sampling_params
+from pilotfish.server.protocol.token_bytes import TokenBytes
 from pilotfish.server.settings import ServerSettings
 from pilotfish.server.stream import Job
 from pilotfish.types import SamplingParams
@@ -139,6 +139,7 @@ class Preparer:
                 request_id=f"{answer.answer_id}-{place}",
                 prompt_token_ids=prompt,
                 params=prompt_params,
+                token_bytes=self._token_bytes,
                 streams=request.stream,
                 keep_steps=request.include_speculation_stats,
                 param_names=names,

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pilotfish.server.protocol.token_bytes import REPLACEMENT, TokenBytes
 from pilotfish.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams
 
 __all__ = ["Delta", "Job", "Mark", "RequestStream", "StreamGroup"]
-
-_REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +26,7 @@ class Job:
         request_id: unique among those under way.
         prompt_token_ids: the prompt.
         params: how its tokens are chosen.
+        token_bytes: of the model.
         streams: the reader wants output as it comes, not only at the end.
         keep_steps: the reader wants one delta for each engine step, however late it reads.
         param_names: fields of the client's request by the engine's name, where they differ.
@@ -35,6 +35,7 @@ class Job:
     request_id: str
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    token_bytes: TokenBytes
     streams: bool = True
     keep_steps: bool = False
     param_names: Mapping[str, str] = field(default_factory=dict)
@@ -160,7 +161,7 @@ class RequestStream:
         start, end = cursor.num_tokens, mark.num_tokens
         text_start, ends = cursor.num_chars, c.text_ends[start:end]
         if mark.finished and ends:
-            ends[-1] = _end_of_text(c)
+            ends[-1] = _end_of_text(c, self.job)
         text_end = ends[-1] if ends else text_start
         cursor.num_tokens, cursor.num_chars = end, text_end
         return Delta(
@@ -176,17 +177,22 @@ class RequestStream:
         )
 
 
-def _end_of_text(completion: CompletionOutput) -> int:
-    """Where a finished completion's text ends: before a character of which ``max_tokens`` cut off a part.
+def _end_of_text(completion: CompletionOutput, job: Job) -> int:
+    """Where a finished completion's text ends: before a character that its tokens left incomplete.
 
     The engine ends such a text with U+FFFD, as decoding its tokens does. It came with the last token, so what earlier
-    tokens wrote stays, whatever it is.
+    tokens wrote stays, whatever it is. A stop string ends the text itself, before what may be incomplete.
     """
-    ends, text = completion.text_ends, completion.text
-    if completion.finish_reason != "length" or not text.endswith(_REPLACEMENT):
+    text, stop_reason = completion.text, completion.stop_reason
+    if isinstance(stop_reason, str) or not text.endswith(REPLACEMENT):
         return len(text)
+    token_ids = completion.token_ids
+    if completion.finish_reason == "stop" and not job.params.include_stop_str_in_output:
+        token_ids = token_ids[:-1]  # the token that ends it is not in the text
+    ends = completion.text_ends
     before = ends[-2] if len(ends) > 1 else 0
-    return before + len(text[before:].rstrip(_REPLACEMENT))
+    skip = job.params.skip_special_tokens
+    return before + len(job.token_bytes.without_part(text[before:], token_ids, skip_special_tokens=skip))
 
 
 class StreamGroup:

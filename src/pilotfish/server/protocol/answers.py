@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pilotfish.server.protocol.logprobs import TokenBytes, chat_logprobs, completion_logprobs
+from pilotfish.server.protocol.logprobs import chat_logprobs, completion_logprobs
+from pilotfish.server.protocol.token_bytes import TokenBytes
 from pilotfish.server.stream import Delta
 from pilotfish.server.totals import add_speculation
 from pilotfish.types import RequestOutput, RequestStats, SpeculationStats

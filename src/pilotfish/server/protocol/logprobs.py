@@ -1,49 +1,17 @@
-"""Log-probabilities in the shapes of chat and of completions, with the bytes of tokens that are no whole text."""
+"""Log-probabilities in the shapes of chat and of completions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
+from pilotfish.server.protocol.token_bytes import REPLACEMENT, TokenBytes
 from pilotfish.server.stream import Delta
-from pilotfish.text import Tokenizer
-from pilotfish.text.spelling import BYTE_OF
 from pilotfish.types import Logprob
 
-__all__ = ["TokenBytes", "chat_logprobs", "completion_logprobs"]
-
-_REPLACEMENT = "\ufffd"
+__all__ = ["chat_logprobs", "completion_logprobs"]
 
 _LEAST = -9999.0
 """In place of minus infinity, which JSON does not have."""
-
-
-class TokenBytes:
-    """The bytes of single tokens. A token may be a part of a character, which no string can hold.
-
-    Args:
-        tokenizer: of the model.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def of(self, token_id: int, text: str) -> bytes:
-        """The bytes of a token whose decoded text is ``text``."""
-        if _REPLACEMENT not in text:
-            return text.encode("utf-8")
-        spelled = self._spelling[token_id] if token_id < len(self._spelling) else None
-        if spelled is None:
-            return text.encode("utf-8")
-        if spelled.startswith("<0x") and spelled.endswith(">") and len(spelled) == 6:
-            return bytes([int(spelled[3:5], 16)])
-        values = [BYTE_OF.get(character) for character in spelled]
-        return bytes(value for value in values if value is not None) if None not in values else text.encode("utf-8")
-
-    @cached_property
-    def _spelling(self) -> Sequence[str | None]:
-        return self._tokenizer.tokens()
 
 
 def chat_logprobs(delta: Delta, num_top: int, token_bytes: TokenBytes) -> dict[str, Any]:
@@ -92,7 +60,7 @@ def _chat_token(token_id: int, item: Logprob, token_bytes: TokenBytes) -> dict[s
 def _escaped(item: Logprob, raw: bytes, prefix: str) -> str:
     r"""A token's text; of a part of a character its bytes, such as ``\xf0\x9f``, as OpenAI writes them."""
     text = item.decoded_token or ""
-    if _REPLACEMENT not in text or raw == text.encode("utf-8"):
+    if REPLACEMENT not in text or raw == text.encode("utf-8"):
         return text
     return prefix + "".join(f"\\x{byte:02x}" for byte in raw)
 
