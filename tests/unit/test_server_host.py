@@ -374,12 +374,15 @@ def test_each_of_several_hung_engines_is_left_behind() -> None:
     spare = iter([*(gate.engine for gate in gates[1:]), letters_engine()])
 
     async def work(host: EngineHost) -> None:
-        for number, gate in enumerate(gates, start=1):
-            with pytest.raises(ApiError, match="engine failed"):
-                await asyncio.wait_for(read(host.submit([job(str(number))])), 60)
-            await until(lambda: host.state == "ready")
-            assert host.num_restarts == number and host.engine is not gate.engine
-            gate.open()
+        try:
+            for number, gate in enumerate(gates, start=1):
+                with pytest.raises(ApiError, match="engine failed"):
+                    await asyncio.wait_for(read(host.submit([job(str(number))])), 30)
+                await until(lambda: host.state == "ready")
+                assert host.num_restarts == number and host.engine is not gate.engine
+        finally:
+            for gate in gates:
+                gate.open()
         assert (await read(host.submit([job("next")])))[-1].finish_reason == "length"
 
     run(work, make_host(lambda: next(spare), gates[0].engine, step_timeout=0.2))

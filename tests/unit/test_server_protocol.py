@@ -18,7 +18,15 @@ from pilotfish.server.protocol.prompts import chat_tokens, completion_prompts
 from pilotfish.server.protocol.requests import ChatRequest, CompletionRequest
 from pilotfish.server.protocol.sampling import parameter_names, sampling_params
 from pilotfish.server.protocol.token_bytes import TokenBytes
-from pilotfish.types import MAX_LOGPROBS, RequestStats, SamplingParams, StructuredOutputs
+from pilotfish.server.stream import Job, Mark, RequestStream, StreamGroup
+from pilotfish.types import (
+    MAX_LOGPROBS,
+    CompletionOutput,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -331,6 +339,22 @@ class Bytes:
 def test_a_part_of_a_character_is_told_from_other_broken_bytes(text: str, token_ids: list[int], left: str) -> None:
     token_bytes = TokenBytes(Bytes())  # type: ignore[arg-type]
     assert token_bytes.without_part(text, token_ids, skip_special_tokens=True) == left
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_u_fffd_that_earlier_tokens_wrote_stays_before_a_cut_character(streams: bool) -> None:
+    """The character U+FFFD in three of SentencePiece's byte tokens, then a part of another."""
+    params = SamplingParams()
+    token_bytes = TokenBytes(Bytes())  # type: ignore[arg-type]
+    job = Job(request_id="a", prompt_token_ids=[8], params=params, token_bytes=token_bytes, keep_steps=streams)
+    stream = RequestStream(job, 0.0, StreamGroup())
+    token_ids, ends = [8, 3, 4, 5, 0, 1], [1, 1, 1, 2, 2, 4]
+    c = CompletionOutput(0, text="a" + "\ufffd" * 3, token_ids=token_ids, is_draft=[False] * 6, text_ends=ends)
+    c.finish_reason = "length"
+    output = RequestOutput("a", None, [8], [c], RequestStats())
+    for mark in ([Mark(0, 4, finished=False)] if streams else []) + [Mark(0, 6, finished=True)]:
+        stream.push(output, [mark])
+    assert "".join(delta.text for delta in stream.take()) == "a\ufffd"
 
 
 def test_gaps_between_tokens_share_a_step() -> None:
