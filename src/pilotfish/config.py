@@ -269,10 +269,15 @@ class EngineConfig:
             )
 
     @property
+    def max_step_drafts(self) -> int:
+        """Most drafts that a step verifies, of all rows together."""
+        settings = self.scheme_settings
+        return self.max_num_seqs * settings.num_drafts if settings is not None else 0
+
+    @property
     def max_step_tokens(self) -> int:
         """Most tokens that the target computes in a step: ``max_num_batched_tokens`` and the drafts of every row."""
-        settings = self.scheme_settings
-        return self.max_num_batched_tokens + (self.max_num_seqs * settings.num_drafts if settings is not None else 0)
+        return self.max_num_batched_tokens + self.max_step_drafts
 
     @property
     def scheme_settings(self) -> Speculation | None:

@@ -85,7 +85,7 @@ def _build_engine(
     pool = PagePool(
         config.kv_cache_memory // page_bytes, config.page_size, enable_prefix_caching=config.enable_prefix_caching
     )
-    max_logits = config.max_num_seqs * (1 + (settings.num_drafts if settings is not None else 0))
+    max_logits = config.max_num_seqs + config.max_step_drafts
     runners = RunnerFactory(config, ops, pool.num_pages)
     return Engine(
         config=config,

@@ -73,7 +73,7 @@ class GrammarMatcher:
         eos_token_ids: at least one, all below V.
         stop_token_ids: end the output as EOS does, where the grammar is complete and does not itself go on with them.
         ignore_eos: EOS ends the output only where the grammar allows no other token.
-        cpu_time: shared with the request's other matchers; None: as much as it takes.
+        cpu_time: shared with the request's other matchers.
 
     Attributes:
         error: why a token was chosen that the grammar does not allow: it could not be followed to there, for a limit of
@@ -105,9 +105,9 @@ class GrammarMatcher:
         start: LLMatcher,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        stop_token_ids: frozenset[int] = frozenset(),
-        ignore_eos: bool = False,
-        cpu_time: GrammarTime | None = None,
+        stop_token_ids: frozenset[int],
+        ignore_eos: bool,
+        cpu_time: GrammarTime,
     ) -> None:
         self.error: str | None = None
         self._start = start
@@ -116,7 +116,7 @@ class GrammarMatcher:
         self._eos_list = sorted(eos_token_ids)
         self._stop = stop_token_ids - eos_token_ids
         self._ignore_eos = ignore_eos
-        self._time = cpu_time or GrammarTime(lambda: 0.0)
+        self._time = cpu_time
         self._matcher = start.deep_copy()
         self._committed: list[int] = []
         self._ended = False
